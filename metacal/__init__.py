@@ -1,0 +1,48 @@
+"""metacal: train calibrated classifiers and measure how true their confidence is.
+
+The names below are loaded on first use, so that `import metacal` and `metacal --help` need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Backbone": "metacal.models.backbone",
+    "Fit": "metacal.training.fit",
+    "GammaNet": "metacal.gamma",
+    "InputError": "metacal.errors",
+    "MetaStep": "metacal.bilevel",
+    "Predictions": "metacal.predictions",
+    "Report": "metacal.report.report",
+    "evaluate": "metacal.report.report",
+    "fit": "metacal.training.fit",
+}
+_MODULES = ("bilevel", "calibration", "curvature", "data", "losses", "margins", "models")
+
+__all__ = [*_HOME, *_MODULES, "__version__"]
+
+if TYPE_CHECKING:  # what type checkers and editors see
+    from metacal import bilevel, calibration, curvature, data, losses, margins, models
+    from metacal.bilevel import MetaStep
+    from metacal.errors import InputError
+    from metacal.gamma import GammaNet
+    from metacal.models.backbone import Backbone
+    from metacal.predictions import Predictions
+    from metacal.report.report import Report, evaluate
+    from metacal.training.fit import Fit, fit
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"metacal.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'metacal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,12 @@
+"""The bilevel step: gamma learned through the backbone's own optimizer step."""
+
+from __future__ import annotations
+
+from metacal.bilevel import engines
+from metacal.bilevel.step import Last, MetaStep, NonFiniteError
+from metacal.bilevel.unrolled import HIGHER
+
+__all__ = ["ENGINES", "Last", "MetaStep", "NonFiniteError"]
+
+ENGINES: tuple[str, ...] = (*engines.ENGINES, HIGHER)
+"""Names of the engines that `MetaStep` takes."""

@@ -1,0 +1,197 @@
+"""The optimizer step as a map of the gradient, and the transpose of its derivative.
+
+A step takes θ to θ' = U(θ, g; state). The outer problem needs v = (∂U/∂g)ᵀ u for a cotangent u of θ'. The step
+itself is always taken by the real optimizer; only the transpose lives here, one function per optimizer class in
+`TRANSPOSES`. The optimizers below act on every entry of g by itself, so the transpose is a product with ∂U/∂g
+entry by entry. Gradient clipping comes before them and couples the entries: `transposed_clip`.
+
+Use: with the gradients in `.grad`, call `transposed_update(optimizer, params)` before `optimizer.step()`, and what it
+returns afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from metacal.errors import InputError
+
+__all__ = [
+    "TRANSPOSES",
+    "Cotangents",
+    "GroupTranspose",
+    "check_supported",
+    "transposed_clip",
+    "transposed_update",
+]
+
+Cotangents = list[Tensor | None]
+"""One per parameter of the backbone, None for zero."""
+
+
+class GroupTranspose(NamedTuple):
+    """∂U/∂g of one parameter group: `factors[i]` times, if given, what `multiply(which, tensors)` does in place.
+
+    `which` are positions in the group's list of parameters, `tensors` the cotangents of these.
+    """
+
+    factors: list[float]
+    multiply: Callable[[list[int], list[Tensor]], None] | None = None
+
+
+def check_supported(optimizer: Optimizer) -> None:
+    """Raise `InputError` unless the step of this optimizer can be differentiated."""
+    if type(optimizer) not in TRANSPOSES:
+        names = ", ".join(sorted(kind.__name__ for kind in TRANSPOSES))
+        raise InputError(
+            f"optimizer must be one of {names} (their steps are the ones the outer problem can differentiate), "
+            f"got {type(optimizer).__name__}"
+        )
+
+
+def transposed_update(
+    optimizer: Optimizer, params: Sequence[Tensor]
+) -> Callable[[Cotangents], tuple[Cotangents, float]]:
+    """Prepare (∂U/∂g)ᵀ of the step that `optimizer` is about to take with the gradients in `.grad`.
+
+    Returns a function to be called *after* the step, with one cotangent for each of `params`. It gives `(list,
+    factor)` with v = factor · list, reusing the cotangents' memory. A parameter without a gradient, or unknown
+    to the optimizer, is not moved by g: its entry is None. The factor that all parameters share stays outside,
+    since one pass over the parameters is a measurable part of a step.
+    """
+    check_supported(optimizer)
+    position = {p: i for i, p in enumerate(params)}
+    groups: list[tuple[list[int], GroupTranspose]] = []
+    for group in optimizer.param_groups:
+        moved = [p for p in group["params"] if p in position and p.grad is not None]
+        if moved:
+            transpose = TRANSPOSES[type(optimizer)](optimizer, group, moved)
+            groups.append(([position[p] for p in moved], transpose))
+
+    @torch.no_grad()
+    def apply(cotangents: Cotangents) -> tuple[Cotangents, float]:
+        result: Cotangents = [None] * len(cotangents)
+        by_factor: dict[float, list[Tensor]] = {}
+        for positions, transpose in groups:
+            which, tensors = [], []
+            for i, (at, factor) in enumerate(zip(positions, transpose.factors)):
+                cotangent = cotangents[at]
+                if cotangent is not None:
+                    which.append(i)
+                    tensors.append(cotangent)
+                    by_factor.setdefault(factor, []).append(cotangent)
+                    result[at] = cotangent
+            if transpose.multiply is not None and tensors:
+                transpose.multiply(which, tensors)
+        if len(by_factor) == 1:
+            return result, next(iter(by_factor))
+        for factor, tensors in by_factor.items():
+            torch._foreach_mul_(tensors, factor)
+        return result, 1.0
+
+    return apply
+
+
+def transposed_clip(grads: Cotangents, total: float, max_norm: float, cotangents: Cotangents) -> float:
+    """Transpose of `torch.nn.utils.clip_grad_norm_`, in place on the cotangents up to the factor returned.
+
+    Clipping is g ↦ c = s g with s = min(1, max_norm / (‖g‖ + 1e-6)). Where s < 1,
+
+        v = s · (u − ⟨c, u⟩ / (s · max_norm · ‖g‖) · c),
+
+    the projection off the gradient, up to the 1e-6; elsewhere v = u.
+    grads: the gradients *after* clipping, c. total: the norm before.
+    """
+    scale = max_norm / (total + 1e-6)
+    if scale >= 1:
+        return 1.0
+    pairs = [(c, u) for c, u in zip(grads, cotangents) if c is not None and u is not None]
+    if not pairs:
+        return scale
+    clipped, tensors = [c for c, _ in pairs], [u for _, u in pairs]
+    inner = torch.stack([torch.dot(c.flatten(), u.flatten()) for c, u in pairs]).sum()
+    weight = -inner / (scale * max_norm * total)
+    if weight.device.type == "cpu":
+        torch._foreach_add_(tensors, clipped, alpha=weight.item())
+    else:
+        torch._foreach_add_(tensors, torch._foreach_mul(clipped, weight))
+    return scale
+
+
+def _sgd(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> GroupTranspose:
+    """buf' = μ buf + (1 − d) g̃ (buf' = g̃ at the first step), θ' = θ − lr · (g̃ + μ buf' if Nesterov else buf').
+
+    ∂U/∂g is one number for each parameter; g̃ = ±g + weight decay.
+    """
+    momentum, rate = group["momentum"], -float(group["lr"])
+    if group["maximize"]:
+        rate = -rate
+    factors = []
+    for p in params:
+        factor = 1.0
+        if momentum != 0:
+            # torch does not dampen the first gradient
+            first = optimizer.state[p].get("momentum_buffer") is None if p in optimizer.state else True
+            factor = 1.0 if first else 1.0 - group["dampening"]
+            if group["nesterov"]:
+                factor = 1.0 + momentum * factor
+        factors.append(rate * factor)
+    return GroupTranspose(factors)
+
+
+def _adam(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> GroupTranspose:
+    """Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019), nonlinear in g: differentiated at the actual g.
+
+        m' = β1 m + (1 − β1) g̃,   n' = β2 n + (1 − β2) g̃²,   d = √n' / √(1 − β2^t) + ε
+        θ' = … − α m'/d,  α = lr / (1 − β1^t)
+        ∂θ'/∂g̃ = −α/d · [ (1 − β1) − m'/d · (1 − β2) g̃ / (√n' √(1 − β2^t)) ]
+
+    With amsgrad n' in d is the running maximum, and the second term is there only where n' attains it. m' and
+    n' are read from the state after the step, so nothing is computed twice. g̃ = ±g, plus the decay where it is
+    not decoupled.
+    """
+    beta1, beta2 = (float(b) for b in group["betas"])
+    lr, eps = float(group["lr"]), float(group["eps"])
+    sign = -1.0 if group["maximize"] else 1.0
+    decay = 0.0 if group.get("decoupled_weight_decay", False) else group["weight_decay"]
+    # with L2 decay g̃ depends on θ before the step, which the step overwrites
+    decayed: list[Tensor] = []
+    if decay:
+        decayed = [g.mul(sign).add_(p.detach(), alpha=decay) for p in params if (g := p.grad) is not None]
+
+    def multiply(which: list[int], tensors: list[Tensor]) -> None:
+        for i, u in zip(which, tensors):
+            p = params[i]
+            state = optimizer.state[p]
+            t = float(state["step"])
+            rate = sign * lr / (1 - beta1**t)
+            root2 = (1 - beta2**t) ** 0.5
+            m, n = state["exp_avg"], state["exp_avg_sq"]
+            root = n.sqrt()
+            # g̃ = 0 = m' wherever n' = 0 (it starts at 0): the quotient is 0 there
+            g = decayed[i] if decay else p.grad
+            assert g is not None
+            shape = torch.mul(m, g)
+            shape.div_(root.clamp(min=torch.finfo(root.dtype).tiny))
+            shape.mul_((1 - beta2) / root2 * (1.0 if decay else sign))
+            if group["amsgrad"]:
+                peak = state["max_exp_avg_sq"]
+                shape.mul_(n >= peak)
+                root = peak.sqrt()
+            denominator = root.div_(root2).add_(eps)
+            shape.div_(denominator).sub_(1 - beta1).mul_(rate)
+            u.mul_(shape).div_(denominator)
+
+    return GroupTranspose([1.0] * len(params), multiply)
+
+
+TRANSPOSES: dict[type[Optimizer], Callable[[Optimizer, dict[str, Any], list[Tensor]], GroupTranspose]] = {
+    SGD: _sgd,
+    Adam: _adam,
+    AdamW: _adam,
+}
+"""`(optimizer, group, params with a gradient) -> GroupTranspose`, called before the step with `.grad` set."""

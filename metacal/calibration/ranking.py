@@ -1,0 +1,67 @@
+"""How well confidence ranks correct predictions above wrong ones: AUROC and the area under the
+risk-coverage curve.
+
+Both are exact with ties and take optional integer weights, so that one call serves a thousand resamples.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["pair_order", "risk_area", "tie_groups"]
+
+
+def pair_order(confidence: Tensor, correct: Tensor, weights: Tensor | None = None) -> Tensor:
+    """P(c of a correct > c of a wrong one) + P(equal) / 2, float64 (R,); 0.5 where there is no such pair.
+
+    `confidence` (N,) is sorted ascending and float64, `weights` (N, R) are counts (R = 1 and all ones by
+    default).
+    """
+    w = _ones(confidence) if weights is None else weights
+    first, last = tie_groups(confidence)
+    below = _running(w * ~correct[:, None])
+    n_wrong = below[-1]
+    right = w * correct[:, None]
+    pairs = right.sum(0) * n_wrong
+    ordered = (right * (below[first] + below[last])).sum(0) / 2
+    return torch.where(pairs > 0, ordered / pairs.clamp(min=1), 0.5)
+
+
+def risk_area(confidence: Tensor, correct: Tensor, weights: Tensor | None = None) -> Tensor:
+    """1/N Σ_n (mean error among the n most confident), float64 (R,); equal confidences count as ordered at
+    random.
+
+    Let g equal confidences with e errors follow n0 samples with e0 errors. The expected risk at the j-th of
+    them is (e0 + j e/g) / (n0 + j), and summed over j = 1..g that is e + (e0 - n0 e/g) (H(n0 + g) - H(n0)),
+    H the harmonic numbers. `confidence` (N,) is sorted ascending and float64, `weights` (N, R) are counts
+    whose columns have one sum (R = 1 and all ones by default).
+    """
+    w = (_ones(confidence) if weights is None else weights).flip(0)
+    first, last = tie_groups(confidence.flip(0))
+    start = torch.arange(len(confidence)) == first
+    first, last = first[start], last[start]
+    seen, errors = _running(w), _running(w * ~correct.flip(0)[:, None])
+    n0, e0 = seen[first], errors[first]
+    g, e = seen[last] - n0, errors[last] - e0
+    n = int(seen[-1, 0])
+    steps = torch.arange(1, n + 1, dtype=torch.float64)
+    harmonic = torch.cat([steps.new_zeros(1), steps.reciprocal_().cumsum(0)])
+    spread = harmonic[(n0 + g).long()] - harmonic[n0.long()]
+    return (e + (e0 - n0 * e / g.clamp(min=1)) * spread).sum(0) / n
+
+
+def tie_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """For each entry of monotone x (N,): where its run of equal values starts, and one past where it ends."""
+    _, inverse, counts = torch.unique_consecutive(x, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0)
+    return (last - counts)[inverse], last[inverse]
+
+
+def _ones(confidence: Tensor) -> Tensor:
+    return torch.ones_like(confidence)[:, None]
+
+
+def _running(x: Tensor) -> Tensor:
+    """Sums of the first 0, 1, … N rows of x (N, R): (N + 1, R)."""
+    return torch.cat([x.new_zeros(1, x.shape[1]), x.cumsum(0)])

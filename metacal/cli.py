@@ -1,0 +1,99 @@
+"""The `metacal` command. Nothing heavy is imported until a command needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from metacal import __version__
+from metacal.errors import InputError, RunError
+
+__all__ = ["main"]
+
+USAGE = """metacal: train calibrated classifiers and measure how true their confidence is.
+
+usage: metacal COMMAND ...
+
+commands:
+  train [group=name ...] [key=value ...]   train one run; -m for a grid of them; --help lists all groups and keys
+  evaluate RUN ... | FILE.npz ... [--json] measure runs (from their checkpoint) or saved predictions
+  study NAME [variant=...] [key=value ...] run what a study's grid misses and write its report
+  curvature RUN                            sharpness and traces of every checkpoint of a run
+
+options:
+  -h, --help     this text; `metacal COMMAND --help` tells more
+  --version      the version
+
+exit status: 0 done, 1 the run had to stop, 2 bad input, 130 interrupted (what was done is saved)
+
+examples:
+  metacal train                                     gamma-net + SECE on the bundled digits
+  metacal train baselines=[cross_entropy,focal]     ... and two baselines on the same splits
+  metacal train data=npz data.path=cifar10.npz model=resnet20 optimizer.lr=0.1 epochs=100 seed=1
+  metacal evaluate runs/default/gamma_net/seed0
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if argv[0] == "--version":
+        print(f"metacal {__version__}")
+        return 0
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "evaluate": _evaluate,
+        "study": _study,
+        "curvature": _curvature,
+    }
+    try:
+        if argv[0] not in commands:
+            from metacal.errors import did_you_mean
+
+            raise InputError(
+                f"unknown command {argv[0]!r}{did_you_mean(argv[0], commands)}; commands are {', '.join(commands)}"
+            )
+        return commands[argv[0]](argv[1:])
+    except InputError as error:
+        print(f"metacal: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"metacal: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("metacal: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone (`metacal … | head`)
+        sys.stderr.close()
+        return 1
+
+
+def _train(argv: list[str]) -> int:
+    from metacal.training.command import train_command
+
+    return train_command(argv)
+
+
+def _evaluate(argv: list[str]) -> int:
+    from metacal.report.command import evaluate_command
+
+    return evaluate_command(argv)
+
+
+def _study(argv: list[str]) -> int:
+    from metacal.studies.command import study_command
+
+    return study_command(argv)
+
+
+def _curvature(argv: list[str]) -> int:
+    from metacal.report.curvature_command import curvature_command
+
+    return curvature_command(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

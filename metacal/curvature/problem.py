@@ -1,0 +1,312 @@
+"""What every curvature measure starts from: checked inputs, and one guarded way to evaluate the network.
+
+`Problem` holds a network, a batch and a loss after all checks; `Problem.logits` is the only place of the folder
+that calls the network. Each evaluation leaves the network as it found it: buffers are cloned for the call (so
+BatchNorm's running statistics never move), the mode stays, `.grad` is not written, the global random generators
+get their state back, autocast is off, and attention runs as plain matrix products (the fused kernels have neither
+double backward nor forward mode).
+
+Conventions, for N examples and K classes, logits z (N, K), p = softmax(z):
+
+    cross-entropy   L = -1/N Σ_n log p_{n,y_n}        u = ∂L/∂z = (p - e_y)/N      S_n = diag(p_n) - p_n p_nᵀ
+    mse             L = 1/(NK) Σ_nk (z - e_y)²_nk     u = 2 (z - e_y)/(NK)         S_n = 2/K · I
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from metacal.errors import InputError, require
+
+__all__ = ["Problem", "logit_factor", "logit_gradient", "logit_hessian"]
+
+LOSSES = ("cross_entropy", "mse")
+
+
+# -- the loss as a function of the logits --------------------------------------------------------------------
+
+
+def logit_gradient(z: Tensor, y: Tensor, loss: str) -> Tensor:
+    """N·∂L/∂z for logits (n, K): p - e_y, or 2/K (z - e_y). Differentiable in z."""
+    target = torch.zeros_like(z).scatter_(1, y[:, None], 1.0)
+    if loss == "cross_entropy":
+        return z.softmax(1) - target
+    return (z - target) * (2.0 / z.shape[1])
+
+
+def logit_hessian(z: Tensor, w: Tensor, loss: str) -> Tensor:
+    """S_n w_n for each example, (n, K) → (n, K); the 1/N of the mean is left to the caller."""
+    if loss == "cross_entropy":
+        p = z.softmax(1)
+        return p * (w - (p * w).sum(1, keepdim=True))
+    return w * (2.0 / z.shape[1])
+
+
+def logit_factor(z: Tensor, e: Tensor, loss: str) -> Tensor:
+    """A square root of S applied to e, (n, K) → (n, K): E over signs of the result's outer product is S_n.
+
+    Cross-entropy: √p∘e - p(√p·e). The root comes from log_softmax/2, which survives where p underflows.
+    """
+    if loss == "cross_entropy":
+        log_p = z.log_softmax(1)
+        root = (0.5 * log_p).exp()
+        return root * e - log_p.exp() * (root * e).sum(1, keepdim=True)
+    return e * math.sqrt(2.0 / z.shape[1])
+
+
+def factor_columns(z: Tensor, loss: str) -> list[Tensor]:
+    """Columns C_c (n, K) with Σ_c C_c C_cᵀ = S_n exactly: as few as its rank, K - 1 or (mse) K.
+
+    Cross-entropy: the Cholesky factor of a multinomial covariance, closed form. With the tail mass
+    t_k = Σ_{j≥k} p_j, column k is √(p_k t_{k+1}/t_k) at row k and -p_i/t_{k+1} times that at rows i > k.
+    All ratios are taken between logarithms.
+    """
+    n, k = z.shape
+    if loss == "mse":
+        eye = torch.eye(k, dtype=z.dtype, device=z.device)
+        return [logit_factor(z, eye[c].expand(n, k), loss) for c in range(k)]
+    log_p = z.log_softmax(1)
+    log_tail = log_p.flip(1).logcumsumexp(1).flip(1)
+    columns = []
+    for c in range(k - 1):
+        scale = (0.5 * (log_p[:, c] + log_tail[:, c + 1] - log_tail[:, c])).exp()
+        column = torch.zeros_like(z)
+        column[:, c] = scale
+        column[:, c + 1 :] = -scale[:, None] * (log_p[:, c + 1 :] - log_tail[:, c + 1, None]).exp()
+        columns.append(column)
+    return columns
+
+
+# -- the network ---------------------------------------------------------------------------------------------
+
+
+def _is_backbone(model: nn.Module) -> bool:
+    # by name, since the ground floor imports nothing from the floors above
+    return any(c.__name__ == "Backbone" and c.__module__.startswith("metacal.models") for c in type(model).__mro__)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The plain module of a compiled one: compiled code has no double backward."""
+    return getattr(model, "_orig_mod", model)
+
+
+@contextlib.contextmanager
+def _exact_math(device: torch.device) -> Iterator[None]:
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+            sdpa_kernel(SDPBackend.MATH),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _rng_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    other = None
+    if device.type != "cpu":
+        other = torch.get_device_module(device).get_rng_state(device)
+    return torch.get_rng_state(), other
+
+
+@dataclass
+class Problem:
+    """A network, a batch and a loss, checked. Make it with `Problem.of`."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    loss: str
+    names: list[str]
+    params: list[Tensor]
+    randomness: str = "refuse"
+    seed: int = 0
+    is_backbone: bool = False
+    random: bool = False  # whether the last evaluation drew random numbers
+    row_modules: set[nn.Module] | None = None  # see `layers.examples_depend`
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        loss: str = "cross_entropy",
+        randomness: str = "refuse",
+        seed: int = 0,
+    ) -> Problem:
+        """Check the arguments.
+
+        `loss` is "cross_entropy" or "mse"; `randomness` says what happens if the network draws random numbers
+        (dropout in training mode): "refuse" raises, "freeze" evaluates with one mask, drawn from `seed`.
+
+        Raises `InputError` for a model that is no module or has no trainable parameter, empty or mismatched x
+        and y, labels that are no integers, parameters in half precision, and unknown names.
+        """
+        require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
+        model = _unwrapped(model)
+        require(loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
+        require(randomness in ("refuse", "freeze"), f"randomness must be refuse or freeze, got {randomness!r}")
+        require(isinstance(x, Tensor) and isinstance(y, Tensor), "x and y must be tensors")
+        require(x.ndim >= 1 and len(x) > 0, f"x must hold at least one example, got shape {tuple(x.shape)}")
+        require(
+            y.ndim == 1 and len(y) == len(x),
+            f"y must have shape ({len(x)},) like x's first dimension, got {tuple(y.shape)}",
+        )
+        require(
+            not (y.is_floating_point() or y.is_complex() or y.dtype is torch.bool),
+            f"y must hold integer labels, got {y.dtype}",
+        )
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        require(bool(named), "model has no trainable parameter (none with requires_grad)")
+        dtypes = {p.dtype for _, p in named}
+        require(
+            len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64},
+            f"trainable parameters must all be float32 or all float64, got {sorted(map(str, dtypes))}",
+        )
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be saved for a reverse pass
+            x, y = (t.clone() if t.is_inference() else t.detach() for t in (x, y))
+            y = y.to(device=x.device, dtype=torch.long)
+        return cls(
+            model=model,
+            x=x,
+            y=y,
+            loss=loss,
+            names=[n for n, _ in named],
+            params=[p for _, p in named],
+            randomness=randomness,
+            seed=seed,
+            is_backbone=_is_backbone(model),
+        )
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def coupled(self) -> str | None:
+        """Why the examples of this batch depend on each other, or None."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+                return f"{name} ({type(module).__name__}) normalises by the statistics of the batch"
+        return None
+
+    def part(self, rows: slice | Tensor) -> Problem:
+        """The same problem on some of the examples."""
+        return Problem(**{**self.__dict__, "x": self.x[rows], "y": self.y[rows]})
+
+    def parts(self, chunk_size: int | None) -> list[Problem]:
+        """The examples in order, at most `chunk_size` at a time.
+
+        Raises `InputError` where splitting would change the result: BatchNorm in training mode, frozen masks.
+        """
+        n = len(self)
+        if chunk_size is None or chunk_size >= n:
+            return [self]
+        require(chunk_size >= 1, f"chunk_size must be at least 1, got {chunk_size}")
+        why = self.coupled
+        require(
+            why is None,
+            f"chunk_size={chunk_size} < {n} examples changes the result, since {why}: "
+            "leave chunk_size out, or measure in evaluation mode",
+        )
+        require(
+            self.randomness == "refuse",
+            f"chunk_size={chunk_size} < {n} examples would draw one mask a chunk: "
+            "leave chunk_size out, or use randomness='refuse'",
+        )
+        return [self.part(slice(i, i + chunk_size)) for i in range(0, n, chunk_size)]
+
+    def math(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which everything about this problem is evaluated."""
+        return _exact_math(self.x.device)
+
+    def logits(self, replaced: dict[str, Tensor] | None = None, x: Tensor | None = None) -> Tensor:
+        """The network's logits (n, K), checked; call it inside `math()`.
+
+        `replaced` gives other values to some parameters by name; x other inputs. Buffers are cloned, random
+        generators restored. Raises `InputError` for outputs that are no logits, and for random numbers drawn
+        under randomness="refuse".
+        """
+        x = self.x if x is None else x
+        state = {n: b.clone() for n, b in self.model.named_buffers()}
+        state.update(replaced or {})
+        device = self.x.device
+        before = _rng_states(device)
+        try:
+            if self.randomness == "freeze":
+                torch.default_generator.manual_seed(self.seed)
+                if device.type != "cpu":
+                    with torch.get_device_module(device).device(device):
+                        torch.get_device_module(device).manual_seed(self.seed)
+            drawn_from = before if self.randomness == "refuse" else _rng_states(device)
+            out = torch.func.functional_call(self.model, state, (x,)) if state else self.model(x)
+            after = _rng_states(device)
+        finally:
+            torch.set_rng_state(before[0])
+            if before[1] is not None:
+                torch.get_device_module(device).set_rng_state(before[1], device)
+        self.random = any(a is not None and b is not None and not torch.equal(a, b) for a, b in zip(drawn_from, after))
+        require(
+            not self.random or self.randomness == "freeze",
+            "model draws random numbers (dropout in training mode?), so two evaluations differ: call "
+            "model.eval(), or pass randomness='freeze' to hold one mask",
+        )
+        if self.is_backbone and isinstance(out, tuple):
+            out = out[0]
+        if not isinstance(out, Tensor):
+            kind = f"a {type(out).__name__}" + (f" of {len(out)}" if isinstance(out, Sequence) else "")
+            raise InputError(
+                f"model must map x to logits (N, K), it returned {kind}: return the logits alone, or wrap "
+                "the network in metacal.Backbone"
+            )
+        require(
+            out.ndim == 2 and len(out) == len(x) and out.shape[1] >= 2,
+            f"model must map x to logits (N, K) with N = {len(x)}, K >= 2; it returned shape {tuple(out.shape)}",
+        )
+        return out
+
+    def check_logits(self, z: Tensor) -> None:
+        """Raise `InputError` unless the logits are finite and the labels lie in 0..K-1."""
+        z = z.detach()
+        k = z.shape[1]
+        bad = ~torch.isfinite(z).all(1)
+        if bad.any():
+            row = int(bad.nonzero()[0])
+            raise InputError(f"logits must be finite, row {row} holds {z[row].tolist()[:8]}")
+        wrong = (self.y < 0) | (self.y >= k)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise InputError(f"labels must lie in 0..{k - 1}, y[{row}] is {int(self.y[row])}")
+
+
+def check_vector(v: Sequence[Tensor], params: Sequence[Tensor], name: str = "v") -> list[Tensor]:
+    """`v` as a list of tensors with the shapes, type and device of `params`; `InputError` otherwise."""
+    require(
+        isinstance(v, Sequence) and not isinstance(v, Tensor),
+        f"{name} must be a list of tensors like the trainable parameters, got {type(v).__name__}",
+    )
+    require(
+        len(v) == len(params),
+        f"{name} must hold {len(params)} tensors, one for each trainable parameter, got {len(v)}",
+    )
+    for i, (a, p) in enumerate(zip(v, params)):
+        require(
+            isinstance(a, Tensor) and a.shape == p.shape,
+            f"{name}[{i}] must have the parameter's shape {tuple(p.shape)}, "
+            f"got {tuple(a.shape) if isinstance(a, Tensor) else type(a).__name__}",
+        )
+    with torch.inference_mode(False):
+        plain = [a.clone() if a.is_inference() else a.detach() for a in v]
+        return [a.to(dtype=p.dtype, device=p.device) for a, p in zip(plain, params)]

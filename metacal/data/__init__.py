@@ -1,0 +1,10 @@
+"""Data: a source, four disjoint splits, and batches that are functions of (seed, stream, epoch, index)."""
+
+from __future__ import annotations
+
+from metacal.data.batches import Batches
+from metacal.data.build import Data, build_data
+from metacal.data.splits import Split, Transform
+from metacal.data.wrap import LoaderBatches, as_batches, as_split
+
+__all__ = ["Batches", "Data", "LoaderBatches", "Split", "Transform", "as_batches", "as_split", "build_data"]

@@ -1,0 +1,224 @@
+"""Batches as functions of (seed, stream, epoch, index): any batch can be made again without those before it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from metacal.data.splits import Split
+from metacal.data.stores import leave_interrupts, one_line
+from metacal.errors import InputError, require
+
+__all__ = ["Batches", "derived_seed", "global_rng"]
+
+
+def derived_seed(*key: int | str) -> int:
+    """A 63-bit seed that depends on every part of `key`, the same on every machine and in every process."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def global_rng(seed: int) -> Iterator[None]:
+    """Seed the global CPU generators of torch, numpy and random inside the block, and put them back after it.
+
+    For other people's transforms, which draw from these.
+    """
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.random.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What is in one batch: which samples, and for augmented images their offsets and mirrorings."""
+
+    index: Tensor  # (B,) on the split's device
+    draws: Tensor | None  # (B, 3) on the split's device: row offset, column offset, mirrored
+    seed: int
+
+
+class Batches:
+    """Batches `(x, y)` of a split, or `(x, y, index)` with `with_index`, `index` being positions in the split.
+
+    Epoch e visits the samples in an order that depends on (seed, stream, e) alone, and sample i is augmented
+    by draws that depend on (seed, stream, e) and its place, so `epoch(e, start=k)` goes on at batch k as if
+    it had made the first k. No global generator is read.
+
+    `drop_last` (default: as `shuffle`) leaves out an incomplete last batch, but never the only one.
+    Augmentation as the split's transform says, if `augment`; only images can be augmented.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        batch_size: int,
+        seed: int = 0,
+        stream: str = "train",
+        shuffle: bool = True,
+        augment: bool = True,
+        drop_last: bool | None = None,
+        with_index: bool = False,
+    ) -> None:
+        require(
+            isinstance(batch_size, int) and batch_size >= 1,
+            f"batch_size must be an int >= 1, got {batch_size!r}",
+        )
+        require(len(split) > 0, f"split {split.name!r} is empty")
+        self.split = split
+        self.batch_size = batch_size
+        self.seed = seed
+        self.stream = stream
+        self.shuffle = shuffle
+        t = split.transform
+        self.augment = augment and t is not None and (t.crop_padding > 0 or t.flip)
+        self.with_index = with_index
+        n = len(split)
+        drop = shuffle if drop_last is None else drop_last
+        self._length = max(1, n // batch_size) if drop else -(-n // batch_size)
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return self._length
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The batches `start`, `start + 1`, ... of one epoch."""
+        return self._make(self._plans(epoch, start))
+
+    def forever(self, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """Epoch after epoch, from the batch with global number `start`; every epoch in a new order, newly augmented."""
+
+        def plans() -> Iterator[_Plan]:
+            epoch, first = divmod(start, len(self))
+            while True:
+                yield from self._plans(epoch, first)
+                epoch, first = epoch + 1, 0
+
+        return self._make(plans())
+
+    def _plans(self, epoch: int, start: int) -> Iterator[_Plan]:
+        n, device = len(self.split), self.split.device
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, self.stream, epoch))
+        order = torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
+        order = order.to(device)
+        draws = None
+        if self.augment:
+            t = self.split.transform
+            assert t is not None
+            offsets = torch.randint(2 * t.crop_padding + 1, (n, 2), generator=generator) - t.crop_padding
+            mirrored = torch.randint(2, (n, 1), generator=generator) * int(t.flip)
+            draws = torch.cat([offsets, mirrored], 1).to(device)
+        for i in range(start, len(self)):
+            here = slice(i * self.batch_size, (i + 1) * self.batch_size)
+            seed = derived_seed(self.seed, self.stream, epoch, i)
+            yield _Plan(order[here], None if draws is None else draws[here], seed)
+
+    def _make(self, plans: Iterator[_Plan]) -> Iterator[tuple[Tensor, ...]]:
+        split = self.split
+        for plan, stored, labels in self._stored(plans):
+            if plan.draws is not None and not split.in_memory:
+                rows = torch.arange(len(stored), device=stored.device)
+                stored = _crop_and_mirror(stored, rows, plan.draws)
+            x = stored if split.transform is None else split.transform(stored)
+            y = split.labels[plan.index] if labels is None else labels
+            yield (x, y, plan.index) if self.with_index else (x, y)
+
+    def _stored(self, plans: Iterator[_Plan]) -> Iterator[tuple[_Plan, Tensor, Tensor | None]]:
+        """Stored inputs of each plan, from the tensor (already cropped there) or from the loading processes."""
+        split = self.split
+        if split.in_memory:
+            for plan in plans:
+                if plan.draws is not None:
+                    yield plan, _crop_and_mirror(split.storage, plan.index, plan.draws), None
+                else:
+                    yield plan, split.storage.index_select(0, plan.index), None
+            return
+        pending: deque[_Plan] = deque()
+
+        def keys() -> Iterator[list[int]]:
+            for plan in plans:
+                pending.append(plan)
+                yield [plan.seed, *plan.index.tolist()]
+
+        loader: DataLoader = DataLoader(
+            _Fetch(split.storage),  # type: ignore[arg-type]
+            batch_sampler=keys(),  # type: ignore[arg-type]
+            num_workers=split.workers,
+            collate_fn=_as_is,
+            worker_init_fn=leave_interrupts,
+            pin_memory=split.device.type == "cuda",
+            generator=torch.Generator().manual_seed(self.seed),  # else it would draw from the global one
+        )
+        for stored, labels in _errors_in_one_line(loader):
+            if labels is not None:
+                labels = labels.to(split.device, torch.int64, non_blocking=True)
+            yield pending.popleft(), stored.to(split.device, non_blocking=True), labels
+
+
+class _Fetch:
+    """A batch of a map-style dataset from a key `[seed, *indices]`, its random transforms seeded by `seed`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, key: list[int]) -> tuple[Tensor, Tensor | None]:
+        seed, *indices = key
+        with global_rng(seed):
+            items = [self.dataset[i] for i in indices]
+        if isinstance(items[0], Tensor):
+            return torch.stack(items), None
+        return torch.stack([torch.as_tensor(x) for x, *_ in items]), torch.tensor([int(y) for _, y, *_ in items])
+
+
+def _errors_in_one_line(loader: DataLoader) -> Iterator[Any]:
+    try:
+        yield from loader
+    except InputError as error:
+        raise one_line(error) from None
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _crop_and_mirror(images: Tensor, index: Tensor, draws: Tensor) -> Tensor:
+    """`images[index]` `(B, C, H, W)`, shifted by (dy, dx) with the border reflected, and mirrored where asked.
+
+    Equals padding by reflection and cropping, without the padded copy: rows are picked as wholes, then
+    columns.
+    """
+    n, channels, height, width = images.shape
+    dy, dx, mirrored = draws.unbind(1)
+    rows = _reflected(torch.arange(height, device=images.device) + dy[:, None], height)
+    columns = _reflected(torch.arange(width, device=images.device) + dx[:, None], width)
+    columns = torch.where(mirrored[:, None] > 0, columns.flip(1), columns)
+    lines = (index[:, None] * channels + torch.arange(channels, device=images.device)) * height
+    lines = (lines[:, :, None] + rows[:, None, :]).reshape(-1)
+    picked = images.view(n * channels * height, width).index_select(0, lines)
+    picked = picked.view(len(index), channels, height, width)
+    return picked.gather(3, columns[:, None, None, :].expand_as(picked))
+
+
+def _reflected(i: Tensor, n: int) -> Tensor:
+    """Coordinates outside 0..n-1 (by at most n - 1) reflected at the first and the last one."""
+    return (n - 1) - ((n - 1) - i.abs()).abs()

@@ -1,0 +1,164 @@
+"""A split of the data, the transform from stored values to inputs, and stratified draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metacal.errors import InputError, require
+
+__all__ = ["Split", "Transform", "channel_statistics", "resolve_size", "stratified_draw"]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Stored values to inputs: `x = (scale · stored - mean) / std`, mean and std per channel (dimension 1).
+
+    Stored images are uint8 and `scale` takes them to [0, 1]. `crop_padding` and `flip` are the augmentation
+    of training batches: a crop at a random offset of the image padded by reflection, and a left-right mirror
+    image with probability 1/2.
+    """
+
+    scale: float
+    mean: Tensor  # (C,)
+    std: Tensor  # (C,)
+    crop_padding: int = 0
+    flip: bool = False
+
+    def __call__(self, stored: Tensor) -> Tensor:
+        """`stored (N, C, ...)` of any dtype to normalised float32 (a float64 input stays float64)."""
+        shape = (-1,) + (1,) * (stored.ndim - 2)
+        dtype = torch.float64 if stored.dtype == torch.float64 else torch.float32
+        gain = (self.scale / self.std).to(stored.device, dtype).view(shape)
+        shift = (self.mean / self.std).to(stored.device, dtype).view(shape)
+        # A fresh copy in any case, so that working in place is safe and storage is never handed out.
+        return stored.to(dtype, copy=True).mul_(gain).sub_(shift)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """One part of the data.
+
+    `storage` is a tensor of all stored inputs `(n, ...)` on the device, or a map-style dataset that a
+    DataLoader streams: `dataset[i]` is the stored input (a tensor), or with `yields_labels` a pair of it and
+    the label. `labels` (n,) are int64 on the device. `transform` is None for inputs that are used as they
+    are.
+    """
+
+    name: str
+    storage: Any
+    labels: Tensor
+    transform: Transform | None = None
+    workers: int = 0
+    yields_labels: bool = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def device(self) -> torch.device:
+        return self.labels.device
+
+    @property
+    def in_memory(self) -> bool:
+        return isinstance(self.storage, Tensor)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        first = self.storage[0]
+        return tuple((first[0] if self.yields_labels else first).shape)
+
+
+def resolve_size(key: str, value: Any, total: int) -> int:
+    """The count that `value` means of `total`: a float in (0, 1) is a fraction, an int >= 1 a count below `total`."""
+    wrong = f"{key} must be a fraction in (0, 1) or a count >= 1, got {value!r}"
+    require(isinstance(value, (int, float)) and not isinstance(value, bool), wrong)
+    if isinstance(value, int):
+        require(value >= 1, wrong)
+        require(value < total, f"{key} must be below the {total} samples that it is taken from, got {value}")
+        return value
+    require(0.0 < value < 1.0, wrong)
+    return round(value * total)
+
+
+def stratified_draw(
+    labels: np.ndarray, count: int, rng: np.random.Generator, class_names: Sequence[str], key: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Split the positions 0..n-1 at random into `count` drawn ones and the rest, with the classes' shares in both.
+
+    Every class gives count · (its share), rounded so that the sum is exactly `count` (largest remainders first), and
+    keeps and gives at least one sample. Both parts come back in ascending order. `key` names the setting in messages.
+
+    Raises:
+        InputError: where that cannot be done, naming the class.
+    """
+    n_classes = len(class_names)
+    have = np.bincount(labels, minlength=n_classes)
+    low, high = n_classes, len(labels) - n_classes
+    require(
+        count >= low,
+        f"{key} gives {count} samples, fewer than the {n_classes} classes, so that some class is left empty; "
+        f"it must give {low} or more",
+    )
+    if have.min() < 2:
+        k = int(have.argmin())
+        raise InputError(
+            f"{key} leaves class {class_names[k]!r} empty on one side: it has {have[k]} sample(s) to divide; "
+            "add samples or leave the class out"
+        )
+    require(
+        count <= high,
+        f"{key} takes {count} of {len(labels)} samples, so that some class of the rest is left empty; "
+        f"it must take {high} or fewer",
+    )
+    quota = have * (count / len(labels))
+    take = np.clip(np.floor(quota).astype(np.int64), 1, have - 1)
+    tie_break = rng.random(n_classes)
+    while (missing := count - int(take.sum())) != 0:
+        up = missing > 0
+        movable = take < have - 1 if up else take > 1
+        gap = np.where(movable, quota - take if up else take - quota, -np.inf)
+        order = np.lexsort((tie_break, -gap))[: min(abs(missing), int(movable.sum()))]
+        take[order] += 1 if up else -1
+    chosen = np.zeros(len(labels), dtype=bool)
+    for k in range(n_classes):
+        members = np.flatnonzero(labels == k)
+        chosen[rng.permutation(members)[: take[k]]] = True
+    return np.flatnonzero(chosen), np.flatnonzero(~chosen)
+
+
+def channel_statistics(chunks: Callable[[], Any], scale: float, count_values: bool) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation per channel (dimension 1) over tensors `(n, C, ...)`, in float64.
+
+    With `count_values` (uint8) from exact counts of the 256 values, so the result does not depend on the
+    chunks; else from two passes. A constant channel gets standard deviation 1.
+    """
+    if count_values:
+        counts: Tensor | int = 0
+        for x in chunks():
+            flat = x.movedim(1, 0).flatten(1).cpu()
+            counts = counts + torch.stack([torch.bincount(c, minlength=256) for c in flat])
+        counts = counts.double()  # type: ignore[union-attr]
+        values = torch.arange(256, dtype=torch.float64) * scale
+        mean = counts @ values / counts.sum(1)
+        var = (counts * (values - mean[:, None]).square()).sum(1) / counts.sum(1)
+    else:
+
+        def average(f: Callable[[Tensor], Tensor]) -> Tensor:
+            total: Tensor | float = 0.0
+            n = 0
+            for x in chunks():
+                x = f(x.movedim(1, 0).flatten(1).double().cpu() * scale)
+                total, n = total + x.sum(1), n + x.shape[1]
+            return total / n  # type: ignore[return-value]
+
+        mean = average(lambda x: x)
+        var = average(lambda x: (x - mean[:, None]).square())
+    std = var.sqrt()
+    return mean, torch.where(std > 1e-12 * (1 + mean.abs()), std, torch.ones_like(std))

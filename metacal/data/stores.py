@@ -1,0 +1,187 @@
+"""Stored inputs before they are split: an array, or image files that are decoded when they are needed."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from metacal.errors import InputError
+
+__all__ = ["CHUNK", "ArrayStore", "FileStore", "leave_interrupts", "one_line", "tensor_chunks"]
+
+CHUNK = 512  # inputs loaded at a time
+
+
+class ArrayStore:
+    """Inputs `(n, C, ...)` in one array, uint8 or float32."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.from_numpy(self.array[i])
+
+    def take(self, index: np.ndarray) -> ArrayStore:
+        """The inputs at `index`."""
+        return ArrayStore(self.array[index])
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self.array.shape[1:]
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.nbytes
+
+    def check_sizes(self) -> None:
+        """Nothing to check: all inputs of an array have one shape."""
+
+    def load(self, workers: int) -> Tensor:
+        """All inputs as one tensor."""
+        return torch.from_numpy(np.ascontiguousarray(self.array))
+
+    def digest(self) -> bytes:
+        """A hash of the content."""
+        h = hashlib.blake2b(f"{self.array.shape}{self.array.dtype}".encode(), digest_size=16)
+        h.update(np.ascontiguousarray(self.array).data)
+        return h.digest()
+
+
+class FileStore:
+    """Image files below `root`, decoded to uint8 RGB `(3, H, W)`.
+
+    With `image_size` s the shorter side is resized to s (bilinear, antialiased) and the middle s x s is cut
+    out; without it all images must have the size of the first.
+    """
+
+    def __init__(self, root: Path, files: Sequence[str], image_size: int | None) -> None:
+        self.root = root
+        self.files = np.asarray(files)
+        self.image_size = image_size
+        if image_size is not None:
+            self.sides = (image_size, image_size)
+        else:
+            with self._open(0) as first:
+                self.sides = (first.height, first.width)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> Tensor:
+        with self._open(i) as file:
+            image = file.convert("RGB")
+        if self.image_size is not None:
+            image = _resized(image, self.image_size)
+        self._check_size(i, image)
+        return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
+
+    def check_sizes(self) -> None:
+        """Raise for the first file of another size, reading headers only; nothing to do with an `image_size`."""
+        if self.image_size is None:
+            for i in range(len(self)):
+                with self._open(i) as image:
+                    self._check_size(i, image)
+
+    def take(self, index: np.ndarray) -> FileStore:
+        """The files at `index`."""
+        new = object.__new__(FileStore)
+        new.root, new.files, new.image_size, new.sides = (
+            self.root,
+            self.files[index],
+            self.image_size,
+            self.sides,
+        )
+        return new
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return (3, *self.sides)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self) * 3 * self.sides[0] * self.sides[1]
+
+    def load(self, workers: int) -> Tensor:
+        """All images as one tensor `(n, 3, H, W)`."""
+        out = torch.empty((len(self), *self.input_shape), dtype=torch.uint8)
+        at = 0
+        for x in tensor_chunks(self, workers):
+            out[at : at + len(x)] = x
+            at += len(x)
+        return out
+
+    def digest(self) -> bytes:
+        """A hash of names, file sizes and image size, which does not decode every image."""
+        h = hashlib.blake2b(f"{self.sides}{self.image_size}".encode(), digest_size=16)
+        for name in self.files:
+            h.update(f"{name}\0{(self.root / name).stat().st_size}\0".encode())
+        return h.digest()
+
+    @contextmanager
+    def _open(self, i: int) -> Iterator[Any]:
+        path = self.root / self.files[i]
+        try:
+            with Image.open(path) as image:
+                yield image
+        except InputError:
+            raise
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise InputError(f"image {path} cannot be decoded: {error}") from error
+
+    def _check_size(self, i: int, image: Any) -> None:
+        if (image.height, image.width) != self.sides:
+            raise InputError(
+                f"images have different sizes: {self.root / self.files[i]} is {image.height}x{image.width}, the first "
+                f"{self.sides[0]}x{self.sides[1]} (height x width); set data.image_size to resize them"
+            )
+
+
+def _resized(image: Any, side: int) -> Any:
+    width, height = image.size
+    if (width, height) == (side, side):
+        return image
+    scale = side / min(width, height)
+    width, height = max(side, round(width * scale)), max(side, round(height * scale))
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = (width - side) // 2, (height - side) // 2
+    return image.crop((left, top, left + side, top + side))
+
+
+def tensor_chunks(store: Any, workers: int) -> Iterator[Tensor]:
+    """The inputs of a store in order, `CHUNK` at a time, loaded by `workers` processes."""
+    loader = DataLoader(
+        store,  # type: ignore[arg-type]
+        batch_size=CHUNK,
+        num_workers=workers,
+        collate_fn=torch.stack,
+        worker_init_fn=leave_interrupts,
+        generator=torch.Generator(),  # else it would draw from the global one
+    )
+    try:
+        yield from loader
+    except InputError as error:
+        raise one_line(error) from None
+
+
+def leave_interrupts(_worker: int) -> None:
+    """Ctrl-C is for the main process, which saves and then ends its loading processes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def one_line(error: InputError) -> InputError:
+    """The error as it was raised in a loading process, without that process's traceback in the message."""
+    last = str(error).strip().splitlines()[-1]
+    return InputError(last.removeprefix(f"{InputError.__module__}.{InputError.__name__}: "))

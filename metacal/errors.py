@@ -1,0 +1,43 @@
+"""The error that bad input raises, on every floor, and the checks that raise it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["InputError", "RunError", "did_you_mean", "require", "require_choice"]
+
+
+class InputError(ValueError):
+    """Input that cannot be worked with.
+
+    The message is one line that names the argument, the value and what would be right, e.g.
+    ``bandwidth must be > 0, got -0.1``. The command line prints it and exits with status 2.
+    """
+
+
+class RunError(RuntimeError):
+    """A run that had to stop by itself (a non-finite loss, a folder that cannot be written).
+
+    The message says where it stopped and what is kept; the command line prints it and exits with status 1.
+    """
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `InputError(message)` unless `condition` holds."""
+    if not condition:
+        raise InputError(message)
+
+
+def did_you_mean(value: str, options: Iterable[str]) -> str:
+    """`` (did you mean 'focal'?)`` when an option is close to `value`, else an empty string."""
+    near = difflib.get_close_matches(str(value), list(options), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def require_choice(name: str, value: object, options: Iterable[str]) -> None:
+    """Raise `InputError` unless `value` is one of `options`; the message names the nearest one."""
+    options = list(options)
+    if value not in options:
+        hint = did_you_mean(str(value), options)
+        raise InputError(f"{name} must be one of {', '.join(options)}, got {value!r}{hint}")

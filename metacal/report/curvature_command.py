@@ -1,0 +1,85 @@
+"""`metacal curvature`: sharpness and traces of every checkpoint of a run, measured afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from metacal.errors import require
+from metacal.report.command import Parser
+
+__all__ = ["curvature_command"]
+
+
+def curvature_command(argv: Sequence[str]) -> int:
+    """Run `metacal curvature ARGV`; returns the exit status."""
+    parser = Parser(
+        prog="metacal curvature",
+        description="Measure every checkpoint of a run (checkpoints/*.pt; keep_every=N in its training keeps more than "
+        "the best and the last): sharpness and traces of the mean cross-entropy in evaluation mode, beside ECE.",
+    )
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--split", choices=("train", "val", "test"), default="val", help="default: val")
+    parser.add_argument("--subset", type=int, default=1000, metavar="N", help="samples of it (default: 1000)")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="of eigenvalues, relative (default: 0.01)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    arguments = parser.parse_args(list(argv))
+    require(arguments.subset >= 1, f"--subset must be >= 1, got {arguments.subset}")
+    require(0 < arguments.tolerance < 1, f"--tolerance must be in (0, 1), got {arguments.tolerance}")
+
+    from metacal.calibration import accuracy, ece
+    from metacal.compose import compose
+    from metacal.report.report import predict
+    from metacal.report.tables import Column, Spread, Table
+    from metacal.training import checkpoint
+    from metacal.training.curvature_monitor import curvature_values
+    from metacal.training.folder import check_run
+    from metacal.training.setup import build_backbone, choose_device, fixed_subset, prepare_data
+
+    folder = check_run(arguments.run)
+    files = sorted(folder.last.parent.glob("*.pt"), key=lambda path: (checkpoint_epoch(path), path.name))
+    require(bool(files), f"{arguments.run} has no checkpoint yet")
+    config = compose([], folder.config)
+    device = choose_device(arguments.device)
+    data = prepare_data(config, device)
+    backbone = build_backbone(config, data, device)
+    x, y = fixed_subset(getattr(data, arguments.split), arguments.subset, "curvature")
+    found = {}
+    starts: dict = {}
+    for file in files:
+        checkpoint.load_weights(backbone, checkpoint.load(file, device)["backbone"], str(file))
+        values = curvature_values(backbone, x, y, tol=arguments.tolerance, starts=starts, seed=config.seed)
+        p = predict(backbone, (x, y))
+        found[file.name] = {"epoch": checkpoint_epoch(file), "accuracy": accuracy(p), "ece": ece(p)}
+        found[file.name] |= {k.removeprefix("curvature/"): v for k, v in values.items()}
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    columns = [
+        Column("epoch", "Epoch", 0),
+        Column("ece", "ECE", 2, percent=True),
+        Column("gn_sharpness", "λ(G)", 2),
+        Column("hessian_sharpness", "λ(H)", 2),
+        Column("gn_trace", "Tr G", 1),
+        Column("hessian_trace", "Tr H", 1),
+        Column("batch_sharpness", "Batch sharpness", 2),
+    ]
+
+    def cell(values: dict, name: str) -> float | Spread:
+        error = values.get(f"{name}_stderr")
+        return values[name] if error is None else Spread(values[name], error)
+
+    rows = [(name, [cell(values, c.name) for c in columns]) for name, values in found.items()]
+    notes = [f"{len(y)} samples of {arguments.split}, evaluation mode, mean cross-entropy; ± one standard error."]
+    print(Table(columns, rows, "checkpoint", notes=notes))
+    return 0
+
+
+def checkpoint_epoch(path: Path) -> int:
+    """The epoch after which a checkpoint was written."""
+    from metacal.training import checkpoint
+
+    state = checkpoint.load(path)
+    return int(state["progress"]["epoch"] if "progress" in state else state["epoch"])

@@ -1,0 +1,210 @@
+"""Figures of calibration: reliability diagram, confidence histogram, reliability curves of several methods.
+
+Each returns the matplotlib `Figure` that holds the drawing: a new one that only the caller knows (no pyplot, so nothing
+stays open), or that of the `ax` given. What is drawn and what is written on it come from the same bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metacal.calibration.binning import Bins, reliability_bins
+from metacal.errors import require
+from metacal.predictions import Predictions
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["confidence_histogram", "reliability_curves", "reliability_diagram", "wilson_interval"]
+
+_ACCURACY, _OVER, _UNDER, _INK = "#4878a8", "#c44e52", "#dd9a3c", "#333333"
+_CYCLE = ("#4878a8", "#c44e52", "#5a9e6f", "#8172b2", "#dd9a3c", "#64b5cd", "#8c613c", "#555555")
+
+
+def wilson_interval(correct: Tensor, count: Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Wilson's score interval of a share correct/count, elementwise; NaN where count is 0."""
+    require(0 < level < 1, f"level must lie in (0, 1), got {level}")
+    z = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64))
+    n = count.double()
+    share = correct.double() / n
+    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * (share * (1 - share) / n + z**2 / (4 * n**2)).sqrt()
+    return (centre - half).clamp(min=0), (centre + half).clamp(max=1)
+
+
+def reliability_diagram(
+    p: Predictions,
+    n_bins: int = 15,
+    ax: Axes | None = None,
+    interval: tuple[float, float] | None = None,
+    level: float = 0.95,
+    title: str = "",
+) -> Figure:
+    """Accuracy in every bin of confidence, its gap to the mean confidence, and the number of samples.
+
+    A bar's dark line is the bin's accuracy, with Wilson's interval as whiskers; the hatched bar from there to the mean
+    confidence is the gap, red where the bin is overconfident and amber where it is underconfident. ECE, the mean of
+    the gaps weighted by the counts, is written on it.
+
+    Args:
+        ax: draw the reliability there, without the counts; None makes a figure with the counts below.
+        interval: (low, high) of the ECE, written beside it.
+        level: of the whiskers.
+    """
+    bins = reliability_bins(p, n_bins)
+    if ax is None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4.6, 5.6), layout="constrained")
+        ax, below = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1))
+        _draw_counts(below, bins, p)
+        below.set_xlabel("confidence")
+    else:
+        figure = ax.get_figure()  # type: ignore[assignment]
+        ax.set_xlabel("confidence")
+    _draw_gaps(ax, bins, level)
+    count, total = bins.count.double(), len(p)
+    gap = (bins.correct - bins.confidence_sum).abs().sum().item() / total
+    text = f"ECE {gap:.4f}"
+    if interval is not None:
+        text += f" [{interval[0]:.4f}, {interval[1]:.4f}]"
+    text += f"\naccuracy {bins.correct.sum().item() / total:.4f}"
+    text += f"\nmean confidence {bins.confidence_sum.sum().item() / total:.4f}\nN = {int(count.sum().item()):,}"
+    ax.text(
+        0.03,
+        0.97,
+        text,
+        transform=ax.transAxes,
+        va="top",
+        fontsize=8.5,
+        color=_INK,
+        bbox={"facecolor": "white", "edgecolor": "#cccccc", "alpha": 0.9, "boxstyle": "round,pad=0.35"},
+        zorder=6,
+    )
+    if title:
+        ax.set_title(title, fontsize=10.5)
+    return figure
+
+
+def confidence_histogram(p: Predictions, n_bins: int = 20, ax: Axes | None = None, title: str = "") -> Figure:
+    """Counts of right and wrong predictions by confidence, with the accuracy and the mean confidence as lines."""
+    figure, ax = _canvas(ax, (5.0, 3.4))
+    bins = reliability_bins(p, n_bins)
+    left, width = bins.lower.cpu().numpy(), (bins.upper - bins.lower).cpu().numpy()
+    right, wrong = bins.correct.cpu().numpy(), (bins.count - bins.correct).cpu().numpy()
+    style: dict[str, Any] = {"align": "edge", "edgecolor": "white", "linewidth": 0.6}
+    ax.bar(left, right, width, color=_ACCURACY, label="right", **style)
+    ax.bar(left, wrong, width, bottom=right, color=_OVER, label="wrong", **style)
+    lines = (("accuracy", bins.correct, "-"), ("mean confidence", bins.confidence_sum, ":"))
+    for name, sums, style_of in lines:
+        mean = sums.sum().item() / len(p)
+        ax.axvline(mean, ymax=1 / 1.3, color=_INK, linewidth=1.4, linestyle=style_of, label=f"{name} {mean:.3f}")
+    # Room above the bars for the legend.
+    ax.set(xlim=(0, 1), ylim=(0, 1.3 * float(bins.count.max())), xlabel="confidence", ylabel="samples")
+    ax.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper center")
+    _clean(ax, title)
+    return figure
+
+
+def reliability_curves(
+    methods: Mapping[str, Predictions],
+    n_bins: int = 15,
+    ax: Axes | None = None,
+    level: float = 0.95,
+    min_count: int = 10,
+    title: str = "",
+) -> Figure:
+    """Reliability of several methods in one plot: a point for each bin at (mean confidence, accuracy).
+
+    Points have an area that grows with the bin's share of the samples, and a band of Wilson's interval around
+    them. Bins of fewer than `min_count` samples are left out of the drawing, not of the ECE in the legend.
+    """
+    require(len(methods) > 0, "methods must hold at least one set of predictions, got none")
+    figure, ax = _canvas(ax, (5.0, 5.0))
+    _diagonal(ax)
+    for i, (name, p) in enumerate(methods.items()):
+        color = _CYCLE[i % len(_CYCLE)]
+        bins = reliability_bins(p, n_bins)
+        error = (bins.correct - bins.confidence_sum).abs().sum().item() / len(p)
+        shown = (bins.count >= min_count).cpu().numpy()
+        x, y = bins.confidence.cpu().numpy()[shown], bins.accuracy.cpu().numpy()[shown]
+        low, high = (t.cpu().numpy()[shown] for t in wilson_interval(bins.correct, bins.count, level))
+        ax.fill_between(x, low, high, color=color, alpha=0.14, linewidth=0, zorder=2)
+        ax.plot(x, y, color=color, linewidth=1.5, zorder=3, label=f"{name} (ECE {error:.4f})")
+        ax.scatter(x, y, s=8 + 90 * bins.count.cpu().numpy()[shown] / len(p), color=color, edgecolor="white", zorder=4)
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal")
+    ax.legend(frameon=False, fontsize=8.5, loc="upper left")
+    _clean(ax, title)
+    return figure
+
+
+# ------------------------------------------------------------------------------------------------ drawing
+
+
+def _draw_gaps(ax: Axes, bins: Bins, level: float) -> None:
+    full = (bins.count > 0).cpu().numpy()
+    left, width = bins.lower.cpu().numpy()[full], (bins.upper - bins.lower).cpu().numpy()[full]
+    accuracy, confidence = bins.accuracy.cpu().numpy()[full], bins.confidence.cpu().numpy()[full]
+    low, high = (t.cpu().numpy()[full] for t in wilson_interval(bins.correct, bins.count, level))
+    edge: dict[str, Any] = {"align": "edge", "linewidth": 0.8}
+    ax.bar(left, accuracy, width, color=_ACCURACY, edgecolor="white", label="accuracy", **edge)
+    for sign, color, pale, label in ((1, _OVER, "#f5dcdd", "overconfident"), (-1, _UNDER, "#fbecd3", "underconfident")):
+        side = (confidence - accuracy) * sign > 0
+        if side.any():  # opaque: where accuracy is the higher one, the gap covers the top of its bar
+            style: dict[str, Any] = {"facecolor": pale, "edgecolor": color, "hatch": "////", "label": f"gap, {label}"}
+            gap = (confidence - accuracy)[side]
+            ax.bar(left[side], gap, width[side], bottom=accuracy[side], **style, **edge)
+    ax.hlines(accuracy, left, left + width, color="#1f3f66", linewidth=2, zorder=3)
+    whiskers = np.maximum([accuracy - low, high - accuracy], 0)
+    style = {"fmt": "none", "ecolor": _INK, "elinewidth": 1, "capsize": 2, "zorder": 5}
+    ax.errorbar(left + width / 2, accuracy, whiskers, label=f"{level * 100:g} % interval", **style)
+    _diagonal(ax)
+    ax.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
+    ax.legend(frameon=True, framealpha=0.9, edgecolor="#cccccc", fontsize=8, loc="lower right").set_zorder(6)
+    _clean(ax)
+
+
+def _draw_counts(ax: Axes, bins: Bins, p: Predictions) -> None:
+    left, width, count = (t.cpu().numpy() for t in (bins.lower, bins.upper - bins.lower, bins.count))
+    ax.bar(left, count, width, align="edge", color="#9a9a9a", edgecolor="white", linewidth=0.8)
+    ax.set(ylabel="samples", ylim=(0, 1.22 * float(count.max())))
+    if len(count) <= 20:
+        for x, n in zip((left + width / 2).tolist(), count.tolist()):
+            if n:
+                ax.text(x, n, _short(n), ha="center", va="bottom", fontsize=6.5, color=_INK)
+    _clean(ax)
+
+
+def _short(n: int) -> str:
+    """A count in at most four characters: 950, 1.2k, 13k, 4.0M."""
+    for unit, suffix in ((10**6, "M"), (10**3, "k")):
+        if n >= unit:
+            return f"{n / unit:.1f}{suffix}" if n < 9.95 * unit else f"{n / unit:.0f}{suffix}"
+    return str(n)
+
+
+def _diagonal(ax: Axes) -> None:
+    ax.plot([0, 1], [0, 1], color=_INK, linestyle="--", linewidth=1, zorder=4)
+
+
+def _canvas(ax: Axes | None, size: tuple[float, float]) -> tuple[Figure, Axes]:
+    if ax is not None:
+        return ax.get_figure(), ax  # type: ignore[return-value]
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _clean(ax: Axes, title: str = "") -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_axisbelow(True)
+    ax.grid(color="#e6e6e6", linewidth=0.7)
+    if title:
+        ax.set_title(title, fontsize=10.5)

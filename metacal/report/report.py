@@ -1,0 +1,217 @@
+"""From a model and data to predictions, and from predictions to a report of all measures with their intervals.
+
+report = metacal.evaluate(model, test_loader, val=val_loader)
+print(report)                                  # a table; report.to_markdown(), report.to_dict()
+report.reliability_diagram().savefig("reliability.png")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from metacal.calibration import MEASURES
+from metacal.calibration.bootstrap import Interval, bootstrap
+from metacal.calibration.scaling import TemperatureScaling
+from metacal.errors import InputError, require
+from metacal.margins import evaluation_mode
+from metacal.predictions import Predictions
+from metacal.report.figures import reliability_diagram
+from metacal.report.tables import COLUMNS, Cell, Column, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Report", "evaluate", "predict"]
+
+_ORDER = [*COLUMNS, *(name for name in MEASURES if name not in COLUMNS)]
+
+Data = Iterable[Any] | tuple[Tensor, Tensor]
+
+
+class Report:
+    """All measures of one set of predictions with bootstrap intervals, before and after temperature scaling.
+
+    With `val`, predictions on validation data, a temperature is fitted on these (by NLL) and every measure is also
+    given after scaling by it. Values are fractions (nll: nats).
+
+    Args:
+        measures: names in `metacal.calibration.MEASURES`; None: all of them.
+        n_bins: of the binned measures and of the diagram.
+        resamples: of the percentile bootstrap; 0: no intervals (NaN).
+        seed: of the resampling; the resamples are the same for all measures, before and after scaling.
+        level: of the intervals.
+        split: name of what is measured, for headers.
+
+    Attributes:
+        predictions: what was measured.
+        values: measure -> Interval(low, value, high).
+        scaled: the same after temperature scaling; None without `val`.
+        temperature: the T that was fitted; None without `val`.
+    """
+
+    def __init__(
+        self,
+        predictions: Predictions,
+        val: Predictions | None = None,
+        *,
+        measures: Sequence[str] | None = None,
+        n_bins: int = 15,
+        resamples: int = 1000,
+        seed: int = 0,
+        level: float = 0.95,
+        split: str = "test",
+    ) -> None:
+        # In the order of the tables: accuracy and the proper scores first.
+        names = sorted(MEASURES, key=_ORDER.index) if measures is None else list(measures)
+        for name in names:
+            require(name in MEASURES, f"measures must be among {', '.join(MEASURES)}, got {name!r}")
+        require(isinstance(resamples, int) and resamples >= 0, f"resamples must be an integer >= 0, got {resamples}")
+        require(0 < level < 1, f"level must lie in (0, 1), got {level}")
+        k = predictions.n_classes
+        require(
+            val is None or val.n_classes == k,
+            f"val must have {k} classes as the predictions have, got {val.n_classes if val else None}",
+        )
+
+        def measured(p: Predictions) -> dict[str, Interval]:
+            out = {}
+            for name in names:
+                options = {"n_bins": n_bins} if "n_bins" in signature(MEASURES[name]).parameters else {}
+                if resamples:
+                    out[name] = bootstrap(name, p, n=resamples, seed=seed, level=level, **options)
+                else:
+                    out[name] = Interval(low=math.nan, value=float(MEASURES[name](p, **options)), high=math.nan)
+            return out
+
+        self.predictions = predictions
+        self.n_bins, self.level, self.split = n_bins, level, split
+        self.values = measured(predictions)
+        self.scaled: dict[str, Interval] | None = None
+        self.temperature: float | None = None
+        if val is not None:
+            scaling = TemperatureScaling().fit(val)
+            self.scaled = measured(scaling.apply(predictions))
+            self.temperature = float(scaling.temperature)
+
+    def to_dict(self) -> dict[str, float]:
+        """Flat: `ece`, `ece_low`, `ece_high`, `ece_scaled`, `ece_scaled_low`, …, `temperature`, `n`. Fractions."""
+        out: dict[str, float] = {"n": len(self.predictions)}
+        for suffix, values in (("", self.values), ("_scaled", self.scaled or {})):
+            for name, interval in values.items():
+                out[name + suffix] = interval.value
+                if not math.isnan(interval.low):
+                    out[f"{name}{suffix}_low"] = interval.low
+                    out[f"{name}{suffix}_high"] = interval.high
+        if self.temperature is not None:
+            out["temperature"] = self.temperature
+        return out
+
+    def table(self) -> Table:
+        """Measures as rows; value and interval, before and after scaling, as columns."""
+        intervals = any(not math.isnan(v.low) for v in self.values.values())
+        range_title = f"{self.level * 100:g} % interval"
+        columns = [Column("value", self.split)]
+        columns += [Column("interval", range_title)] if intervals else []
+        if self.scaled is not None:
+            columns.append(Column("scaled", f"{self.split}, T = {self.temperature:.3f}"))
+            columns += [Column("scaled_interval", range_title)] if intervals else []
+        rows: list[tuple[str, list[Cell]]] = []
+        for name in self.values:
+            shown = COLUMNS.get(name, Column(name))
+            cells: list[Cell] = []
+            for values in (self.values, self.scaled):
+                if values is not None:
+                    low, value, high = values[name].low, values[name].value, values[name].high
+                    cells.append(shown.show(value))
+                    cells += [f"[{shown.show(low)}, {shown.show(high)}]"] if intervals else []
+            rows.append((shown.header, cells))
+        p = self.predictions
+        title = f"{len(p):,} predictions over {p.n_classes} classes, {self.n_bins} bins"
+        notes = []
+        if self.temperature is not None:
+            notes.append(f"T = {self.temperature:.3f}: logits divided by T, which was fitted on validation NLL.")
+        return Table(columns, rows, "measure", title, notes)
+
+    def to_markdown(self) -> str:
+        return self.table().render("markdown")
+
+    def __str__(self) -> str:
+        return self.table().render("text")
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __repr__(self) -> str:
+        return f"Report({len(self.predictions)} predictions, {', '.join(self.values)})"
+
+    def reliability_diagram(self, title: str = "") -> Figure:
+        """Figure of the bins behind `ece`, before scaling, with its interval (see `report.figures`)."""
+        ece = self.values.get("ece")
+        known = ece is not None and not math.isnan(ece.low)
+        interval = (ece.low, ece.high) if ece is not None and known else None
+        return reliability_diagram(self.predictions, self.n_bins, interval=interval, level=self.level, title=title)
+
+
+def evaluate(
+    model: Callable[[Tensor], Any],
+    data: Data,
+    val: Data | None = None,
+    *,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> Report:
+    """Report on the model's predictions for `data`; see `predict` for these, `Report` for the options.
+
+    With `val` a temperature is fitted on it, and the report gives every measure after scaling as well.
+    """
+    predictions = predict(model, data, device)
+    return Report(predictions, None if val is None else predict(model, val, device), **options)
+
+
+def predict(
+    model: Callable[[Tensor], Any],
+    data: Data,
+    device: torch.device | str | None = None,
+    batch_size: int = 512,
+) -> Predictions:
+    """The model's logits for all of `data`, with the labels, as `Predictions` on the CPU.
+
+    The model is run in evaluation mode without gradients, and gets its modes back.
+
+    Args:
+        model: x -> logits (N, K), or (logits, features) as `metacal.Backbone` gives.
+        data: a DataLoader or another iterable of (x, y), or a pair of tensors (x, y), which is cut into batches of
+            `batch_size`.
+        device: where to send the batches; None: where the model's parameters are. The model is not moved.
+    """
+    if device is None and isinstance(model, nn.Module):
+        tensor = next((t for ts in (model.parameters(), model.buffers()) for t in ts), None)
+        device = tensor.device if tensor is not None else None
+    logits, labels = [], []
+    with torch.no_grad(), evaluation_mode(model):
+        for x, y in _batches(data, batch_size):
+            out = model(x if device is None else x.to(device))
+            z = out[0] if isinstance(out, tuple) else out
+            logits.append(z.detach().cpu())
+            labels.append(torch.as_tensor(y).cpu())
+    require(len(logits) > 0, "data must give at least one batch (x, y), got none")
+    return Predictions.from_logits(torch.cat(logits), torch.cat(labels))
+
+
+def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
+        x, y = data
+        require(len(x) == len(y), f"data must be x and y of equal length, got {len(x)} and {len(y)}")
+        require(batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
+        yield from zip(x.split(batch_size), y.split(batch_size))
+        return
+    for batch in data:
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise InputError(f"data must give batches (x, y), got {type(batch).__name__}")
+        yield batch[0], batch[1]

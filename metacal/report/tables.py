@@ -1,0 +1,377 @@
+"""Tables of named rows × measures, in one path to plain text, Markdown, CSV, LaTeX and rich.
+
+    table = comparison({"focal": [run.to_dict() for run in runs], "gamma-net": ...})
+    print(table)                        # plain text;  rich.print(table) draws it
+    table.render("markdown")            # or "latex", "csv", "text"
+
+Values are fractions. A column shown in percent says "%" in its header; CSV has fractions in full precision.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from metacal.errors import InputError, require
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.table import Table as RichTable
+
+__all__ = ["COLUMNS", "FORMATS", "Cell", "Column", "Range", "Spread", "Table", "comparison", "summarise"]
+
+FORMATS = ("text", "markdown", "csv", "latex")
+
+
+class Range(NamedTuple):
+    """A value with its interval, shown as `value [low, high]`."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation over runs, shown as `mean ± std`."""
+
+    mean: float
+    std: float
+
+
+Cell = float | int | str | Range | Spread | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one column is headed and shown.
+
+    Attributes:
+        name: in CSV, and in the mappings that rows come from.
+        title: in the other formats; "%" is appended when `percent`.
+        digits: behind the decimal point, after the factor of 100 when `percent`.
+        percent: show fractions times 100.
+        best: "min" or "max" marks the best value of the column (of several rows); None marks none.
+    """
+
+    name: str
+    title: str = ""
+    digits: int = 4
+    percent: bool = False
+    best: str | None = None
+
+    @property
+    def header(self) -> str:
+        return (self.title or self.name) + (" %" if self.percent else "")
+
+    def show(self, cell: Cell, times: str = "±") -> str:
+        """The cell as text; a value that is missing or NaN is a dash."""
+        if cell is None:
+            return "–"
+        if isinstance(cell, str):
+            return cell
+        if isinstance(cell, Range):
+            if math.isnan(cell.low) or math.isnan(cell.high):
+                return self._number(cell.value)
+            return f"{self._number(cell.value)} [{self._number(cell.low)}, {self._number(cell.high)}]"
+        if isinstance(cell, Spread):
+            mean = self._number(cell.mean)
+            return mean if math.isnan(cell.std) else f"{mean} {times} {self._number(cell.std)}"
+        return self._number(cell)
+
+    def _number(self, x: float) -> str:
+        if isinstance(x, int):
+            return str(x)
+        if math.isnan(x):
+            return "–"
+        return f"{x * 100 if self.percent else x:.{self.digits}f}"
+
+
+_ACCURACY = Column("accuracy", "Accuracy", 2, percent=True, best="max")
+COLUMNS: dict[str, Column] = {
+    "accuracy": _ACCURACY,
+    "error": Column("error", "Error", 2, percent=True, best="min"),
+    "nll": Column("nll", "NLL", 4, best="min"),
+    "brier": Column("brier", "Brier", 4, best="min"),
+    "ece": Column("ece", "ECE", 2, percent=True, best="min"),
+    "adaptive_ece": Column("adaptive_ece", "Adaptive ECE", 2, percent=True, best="min"),
+    "classwise_ece": Column("classwise_ece", "Class-wise ECE", 3, percent=True, best="min"),
+    "mce": Column("mce", "MCE", 2, percent=True, best="min"),
+    "debiased_ece": Column("debiased_ece", "Debiased ECE", 2, percent=True, best="min"),
+    "smooth_ece": Column("smooth_ece", "Smooth ECE", 2, percent=True, best="min"),
+    "sece": Column("sece", "SECE", 2, percent=True, best="min"),
+    "kce": Column("kce", "KCE", 4, best="min"),
+    "skce": Column("skce", "SKCE", 5),
+    "overconfidence": Column("overconfidence", "Overconfidence", 2, percent=True, best="min"),
+    "underconfidence": Column("underconfidence", "Underconfidence", 2, percent=True, best="min"),
+    "auroc": Column("auroc", "AUROC", 4, best="max"),
+    "aurc": Column("aurc", "AURC", 4, best="min"),
+    "temperature": Column("temperature", "Temperature", 3),
+}
+"""How the measures of `metacal.calibration` are shown, by name."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under columns, the first entry of a row being its name.
+
+    Attributes:
+        rows: (name, cells), with as many cells as columns.
+        corner: the header above the names.
+        title, notes: lines before and after the table; LaTeX makes the title the caption, CSV has neither.
+        best_within: a column whose values divide the rows into groups, each with a best of its own; None: one group.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[tuple[str, Sequence[Cell]]]
+    corner: str = ""
+    title: str = ""
+    notes: Sequence[str] = field(default=())
+    best_within: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, cells in self.rows:
+            require(
+                len(cells) == len(self.columns),
+                f"row {name!r} must have {len(self.columns)} cells, one for each column, got {len(cells)}",
+            )
+
+    def render(self, to: str = "text") -> str:
+        """The table as "text", "markdown", "csv" or "latex"."""
+        writers = {
+            "text": self._text,
+            "markdown": self._markdown,
+            "csv": self._csv,
+            "latex": self._latex,
+        }
+        if to not in writers:
+            raise InputError(f"format must be one of {', '.join(FORMATS)}, got {to!r}")
+        return writers[to]()
+
+    def __str__(self) -> str:
+        return self.render("text")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        """As one table if the console is wide enough, else as several below each other, so that no cell is cut off."""
+        from rich.markup import escape
+
+        if self.title:
+            yield f"[bold]{escape(self.title)}[/bold]"
+        grid = self._grid()
+        cells = [max((len(row[i][0]) for row in grid[1:]), default=0) for i in range(len(grid[0]))]
+        whole = [max(len(title), n) + 2 for (title, _), n in zip(grid[0], cells)]  # 2: between columns
+        broken = [max(n, *map(len, title.split() or [""])) + 2 for (title, _), n in zip(grid[0], cells)]
+        # Headers break at their spaces when that is what makes the columns fit; cells never do.
+        widths = whole if sum(whole) <= options.max_width else broken
+        for part in _fitting(widths, options.max_width):
+            yield self._rich_part(grid, part, widths)
+        for note in self.notes:
+            yield f"[dim]{escape(note)}[/dim]"
+
+    def _rich_part(self, grid: list[list[tuple[str, bool]]], part: Sequence[int], widths: Sequence[int]) -> RichTable:
+        from rich.box import SIMPLE_HEAD
+        from rich.markup import escape
+        from rich.table import Table as RichTable
+
+        table = RichTable(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        header, *body = grid
+        for i in part:
+            table.add_column(escape(header[i][0]), justify="right" if i else "left", width=widths[i] - 2)
+        for row in body:
+            cells = [(escape(row[i][0]), row[i][1]) for i in part]
+            table.add_row(*(f"[bold]{text}[/bold]" if best else text for text, best in cells))
+        return table
+
+    def _grid(self, times: str = "±") -> list[list[tuple[str, bool]]]:
+        """Header and rows as (text, whether it is the best of its column): what every format is made of."""
+        best = [self._best(i) for i in range(len(self.columns))]
+        grid = [[(self.corner, False), *((c.header, False) for c in self.columns)]]
+        for r, (name, cells) in enumerate(self.rows):
+            shown = [(c.show(cell, times), r in best[i]) for i, (c, cell) in enumerate(zip(self.columns, cells))]
+            grid.append([(name, False), *shown])
+        return grid
+
+    def _best(self, index: int) -> set[int]:
+        """The rows whose value, as shown, is the best of the column in their group; none in a group of one row."""
+        column = self.columns[index]
+        if column.best is None:
+            return set()
+        groups: dict[Cell, dict[int, float]] = {}
+        for r, (_, cells) in enumerate(self.rows):
+            value = _central(cells[index])
+            if value is not None and not math.isnan(value):
+                group = None if self.best_within is None else cells[self.best_within]
+                groups.setdefault(group, {})[r] = float(column._number(value))
+        choose = min if column.best == "min" else max
+        return {
+            r
+            for known in groups.values()
+            if len(known) > 1
+            for r, value in known.items()
+            if value == choose(known.values())
+        }
+
+    def _text(self) -> str:
+        marked = self._grid()
+        # A column with a mark keeps a place for it in every row, so that the numbers stay aligned.
+        places = {i for row in marked for i, (_, best) in enumerate(row) if best}
+        grid = [[t + ("*" if best else " ") if i in places else t for i, (t, best) in enumerate(row)] for row in marked]
+        widths = [max(len(row[i]) for row in grid) for i in range(len(grid[0]))]
+        lines = [_aligned(row, widths) for row in grid]
+        lines.insert(1, "  ".join("─" * w for w in widths))
+        notes = [*self.notes, *(["* best of its column"] if places else [])]
+        return "\n".join([*([self.title] if self.title else []), *lines, *notes])
+
+    def _markdown(self) -> str:
+        grid = [[f"**{text}**" if best else text.replace("|", r"\|") for text, best in row] for row in self._grid()]
+        rule = ["---", *["---:"] * len(self.columns)]
+        lines = ["| " + " | ".join(row) + " |" for row in [grid[0], rule, *grid[1:]]]
+        head = [f"**{self.title}**", ""] if self.title else []
+        tail = ["", *self.notes] if self.notes else []
+        return "\n".join([*head, *lines, *tail])
+
+    def _latex(self) -> str:
+        grid = [[(_latex_text(text), best) for text, best in row] for row in self._grid(r"\pm")]
+        body = [" & ".join(rf"\textbf{{{text}}}" if best else text for text, best in row) + r" \\" for row in grid]
+        lines = [
+            rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}",
+            r"\toprule",
+            body[0],
+            r"\midrule",
+            *body[1:],
+        ]
+        lines += [r"\bottomrule", r"\end{tabular}"]
+        if self.title:
+            lines = [
+                r"\begin{table}",
+                r"\centering",
+                *lines,
+                rf"\caption{{{_latex_text(self.title)}}}",
+                r"\end{table}",
+            ]
+        return "\n".join([*lines, *(f"% {note}" for note in self.notes)])
+
+    def _csv(self) -> str:
+        """One column for each number: `ece`, and `ece_low`, `ece_high` or `ece_std` where cells have them."""
+        parts = [_parts(cells[i] for _, cells in self.rows) for i in range(len(self.columns))]
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        names = [c.name + suffix for c, suffixes in zip(self.columns, parts) for suffix in suffixes]
+        writer.writerow([self.corner or "name", *names])
+        for name, cells in self.rows:
+            numbers = [_part(cell, s) for cell, suffixes in zip(cells, parts) for s in suffixes]
+            writer.writerow([name, *("" if x is None else x for x in numbers)])
+        return out.getvalue()
+
+
+def comparison(
+    runs: Mapping[str, Mapping[str, float] | Sequence[Mapping[str, float]]],
+    measures: Sequence[str] = ("accuracy", "nll", "ece", "adaptive_ece", "brier"),
+    scaled: bool = True,
+    split: str = "test",
+    title: str = "",
+) -> Table:
+    """Methods as rows, measures as columns; first without scaling, then after temperature scaling.
+
+    Args:
+        runs: method -> the results of its run, or of several (seeds), which become mean ± standard deviation.
+            Results are flat, `{"ece": …, "ece_scaled": …}` as from `Report.to_dict`; names may carry the
+            split, `test/ece`, as in a run's summary.json.
+        measures: names in `COLUMNS`; those that no run has are left out.
+        scaled: give each method a second row, after temperature scaling, if any run has such values.
+        split: which split's names to look up.
+    """
+    require(len(runs) > 0, "runs must hold at least one method, got none")
+    for name in measures:
+        require(name in COLUMNS, f"measures must be among {', '.join(COLUMNS)}, got {name!r}")
+    seeds = {m: [results] if isinstance(results, Mapping) else list(results) for m, results in runs.items()}
+
+    def block(suffix: str, scaling: str) -> list[tuple[str, list[Cell]]]:
+        def cell(method: str, name: str) -> Cell:
+            # One temperature for all classes leaves the predicted class alone.
+            own = suffix if name not in ("accuracy", "error", "temperature") else ""
+            return summarise([_look_up(s, name + own, split) for s in seeds[method]])
+
+        return [(method, [scaling, *(cell(method, name) for name in measures)]) for method in runs]
+
+    rows = block("", "none")
+    after = block("_scaled", "temperature")
+    probe = [i for i, name in enumerate(measures, 1) if name not in ("accuracy", "error", "temperature")]
+    has_scaled = scaled and any(cells[i] is not None for _, cells in after for i in probe)
+    if has_scaled:
+        rows += after
+    columns = [Column("scaling", "Scaling"), *(COLUMNS[name] for name in measures)]
+    first = 0 if has_scaled else 1
+    known = [i for i in range(first, len(columns)) if any(cells[i] is not None for _, cells in rows)]
+    columns = [columns[i] for i in known]
+    rows = [(name, [cells[i] for i in known]) for name, cells in rows]
+    notes = [f"Split: {split}."]
+    if has_scaled:
+        notes.append("Scaling by one temperature, fitted on validation predictions.")
+    counts = sorted({len(s) for s in seeds.values()})
+    if counts[-1] > 1:
+        notes.append(f"Mean ± standard deviation over {' or '.join(map(str, counts))} runs.")
+    return Table(columns, rows, "method", title, notes, best_within=0 if has_scaled else None)
+
+
+def summarise(values: Iterable[float | None]) -> Cell:
+    """One value as it is, several as mean ± (sample) standard deviation, None if any is missing."""
+    known = list(values)
+    if not known or any(v is None for v in known):
+        return None
+    numbers = [float(v) for v in known if v is not None]
+    if len(numbers) == 1:
+        return numbers[0]
+    return Spread(statistics.fmean(numbers), statistics.stdev(numbers))
+
+
+def _look_up(results: Mapping[str, float], name: str, split: str) -> float | None:
+    value = results.get(f"{split}/{name}", results.get(name))
+    return None if value is None else float(value)
+
+
+def _central(cell: Cell) -> float | None:
+    if cell is None or isinstance(cell, str):
+        return None
+    return float(cell[0]) if isinstance(cell, tuple) else float(cell)
+
+
+def _parts(cells: Iterable[Cell]) -> list[str]:
+    kinds = {type(cell) for cell in cells}
+    return ["", *(["_low", "_high"] if Range in kinds else []), *(["_std"] if Spread in kinds else [])]
+
+
+def _part(cell: Cell, suffix: str) -> float | int | str | None:
+    if suffix == "":
+        return cell[0] if isinstance(cell, Range | Spread) else cell
+    if isinstance(cell, Range):
+        return {"_low": cell.low, "_high": cell.high}.get(suffix)
+    return cell.std if isinstance(cell, Spread) and suffix == "_std" else None
+
+
+def _fitting(widths: Sequence[int], limit: int) -> list[list[int]]:
+    """Columns in groups no wider than `limit`, the names (column 0) in each; a group has one more column at least."""
+    groups: list[list[int]] = [[0]]
+    for i in range(1, len(widths)):
+        if len(groups[-1]) > 1 and sum(widths[k] for k in groups[-1]) + widths[i] > limit:
+            groups.append([0])
+        groups[-1].append(i)
+    return groups
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = row
+    return "  ".join([first.ljust(widths[0]), *(text.rjust(w) for text, w in zip(rest, widths[1:]))]).rstrip()
+
+
+def _latex_text(text: str) -> str:
+    for plain, escaped in (("\\", r"\textbackslash{}"), *((c, "\\" + c) for c in "&%$#_{}")):
+        if plain == "\\":
+            text = text.replace("\\pm", "\0").replace("\\", "\1")
+        else:
+            text = text.replace(plain, escaped)
+    return text.replace("\1", r"\textbackslash{}").replace("\0", r"$\pm$").replace("–", "--")

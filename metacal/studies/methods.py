@@ -1,0 +1,88 @@
+"""Methods side by side over seeds: their test split at the selected epoch and at the last one, and the gammas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from metacal.report.command import predict_run
+from metacal.report.figures import reliability_curves
+from metacal.report.report import Report
+from metacal.report.tables import Cell, Column, Table, comparison, summarise
+from metacal.studies.grid import Study, load_series
+
+__all__ = ["report"]
+
+MEASURES = ("accuracy", "nll", "ece", "adaptive_ece", "brier")
+
+
+def report(study: Study) -> list[Path]:
+    """Write the tables (Markdown), the numbers (JSON) and reliability curves; returns the files' paths."""
+    study.folder.mkdir(parents=True, exist_ok=True)
+    selected: dict[str, list[dict[str, Any]]] = {}
+    last: dict[str, list[dict[str, Any]]] = {}
+    series: dict[str, list[Mapping[str, Mapping[int, float]]]] = {}
+    curves = {}
+    for job in study.jobs:
+        selected.setdefault(job.label, []).append(job.folder.read_summary())
+        p = predict_run(job.folder.path, which="last")
+        values = Report(p["test"], p["val"], measures=MEASURES, resamples=0).to_dict()
+        last.setdefault(job.label, []).append(values)
+        series.setdefault(job.label, []).append(load_series(job.folder))
+        curves.setdefault(job.label, p["test"])  # of the first seed
+    tables = [
+        comparison(selected, MEASURES, title="The epoch of the least validation NLL"),
+        comparison(last, MEASURES, title="The last epoch"),
+        _costs(selected, series),
+    ]
+    for table in tables:
+        print(table.render("text"), end="\n\n")
+    commands = [f"`{summaries[0]['command']}`" for summaries in selected.values()]
+    text = "\n\n".join(table.render("markdown") for table in tables)
+    text += "\n\nThe first run of each: " + "; ".join(commands) + "\n"
+    paths = [study.folder / name for name in ("table.md", "numbers.json", "reliability.png")]
+    paths[0].write_text(text)
+    paths[1].write_text(json.dumps({"selected": selected, "last": last}, indent=2))
+    reliability_curves(curves).savefig(paths[2], dpi=130)
+    return paths
+
+
+def _costs(
+    summaries: Mapping[str, Sequence[Mapping[str, Any]]],
+    series: Mapping[str, Sequence[Mapping[str, Mapping[int, float]]]],
+) -> Table:
+    """Selected epoch, minutes, time of a step, and the gammas at the end."""
+    columns = [
+        Column("best_epoch", "Selected epoch", 1),
+        Column("minutes", "Minutes", 1),
+        Column("step_ms", "Step ms", 0),
+        Column("gamma", "Gamma at the end", 1),
+        Column("temperature", "Temperature", 2),
+    ]
+    rows: list[tuple[str, list[Cell]]] = []
+    for method, runs in summaries.items():
+        gammas = [_last(s.get("gamma/mean")) for s in series[method]]
+        steps = [_median(s.get("time/step_ms")) for s in series[method]]
+        rows.append(
+            (
+                method,
+                [
+                    summarise([float(r["best_epoch"]) for r in runs]),
+                    summarise([r["time/train_s"] / 60 for r in runs]),
+                    summarise(steps),
+                    summarise(gammas),
+                    summarise([r.get("test/temperature") for r in runs]),
+                ],
+            )
+        )
+    return Table(columns, rows, "method", "Cost and gammas")
+
+
+def _last(values: Mapping[int, float] | None) -> float | None:
+    return values[max(values)] if values else None
+
+
+def _median(values: Mapping[int, float] | None) -> float | None:
+    return sorted(values.values())[len(values) // 2] if values else None

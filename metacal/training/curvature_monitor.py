@@ -1,0 +1,125 @@
+"""Curvature along a run: sharpness, traces, and where they stand against the edge of stability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from metacal.curvature import (
+    batch_sharpness,
+    gn_norm_certificate,
+    gn_sharpness,
+    gn_trace,
+    hessian_sharpness,
+    hessian_trace,
+    preconditioned_sharpness,
+)
+from metacal.margins import evaluation_mode
+from metacal.models.backbone import Backbone
+from metacal.training.monitors import State
+
+__all__ = ["CurvatureMonitor", "curvature_values"]
+
+
+class CurvatureMonitor:
+    """Curvature of the mean cross-entropy on a fixed training subset, in evaluation mode, every `every` steps.
+
+    Whatever loss trains the model, the curvature is that of cross-entropy, so that methods compare. Searches
+    start from the last measurement's vector. Logged under ``curvature/``:
+
+    - gn_sharpness, hessian_sharpness: λ_max(G), λ_max(H), each with `_bound`, the relative error bound reached
+    - gn_trace, hessian_trace, batch_sharpness, each with `_stderr`
+    - edge: the sharpness at which the step on a quadratic diverges, 2 (1 + β)/η for SGD with momentum β
+      (2 (1 + β)/((1 + 2β) η) with Nesterov's), and edge_ratio, hessian_sharpness over it; for Adam and AdamW the edge
+      2 (1 + β₁)/((1 − β₁) η) of the preconditioned_sharpness (Cohen et al. 2022)
+    - certificate_ratio: λ_max(G) over its margin bound, at most 1, on the first `certificate` samples
+    """
+
+    name = "curvature"
+
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        every: int,
+        tol: float = 1e-2,
+        batch_size: int = 128,
+        certificate: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.x, self.y, self.every, self.tol = x, y, every, tol
+        self.batch_size, self.certificate, self.seed = batch_size, certificate, seed
+        self._starts: dict[str, Sequence[Tensor]] = {}
+
+    def measure(self, state: State) -> dict[str, float]:
+        values = curvature_values(
+            state.backbone,
+            self.x,
+            self.y,
+            tol=self.tol,
+            batch_size=self.batch_size,
+            certificate=self.certificate,
+            seed=self.seed + state.step,
+            starts=self._starts,
+        )
+        if state.optimizer is not None:
+            values |= self._edge(state, values["curvature/hessian_sharpness"])
+        return values
+
+    def _edge(self, state: State, sharpness: float) -> dict[str, float]:
+        assert state.optimizer is not None
+        group = state.optimizer.param_groups[0]
+        lr = group["lr"]
+        if lr == 0:
+            return {}
+        if isinstance(state.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            beta = group["betas"][0]
+            with evaluation_mode(state.backbone):
+                found = preconditioned_sharpness(
+                    state.backbone, self.x, self.y, state.optimizer, self.tol, self._starts.get("preconditioned")
+                )
+            self._starts["preconditioned"] = found.vector
+            edge = 2 * (1 + beta) / ((1 - beta) * lr)
+            return {
+                "curvature/preconditioned_sharpness": found.value,
+                "curvature/edge": edge,
+                "curvature/edge_ratio": found.value / edge,
+            }
+        beta, dampening = group.get("momentum", 0.0), group.get("dampening", 0.0)
+        edge = 2 * (1 + beta) / ((1 - dampening) * lr)
+        if group.get("nesterov"):
+            edge /= 1 + 2 * beta
+        return {"curvature/edge": edge, "curvature/edge_ratio": sharpness / edge}
+
+
+def curvature_values(
+    backbone: Backbone,
+    x: Tensor,
+    y: Tensor,
+    *,
+    tol: float = 1e-2,
+    batch_size: int = 128,
+    certificate: int = 0,
+    seed: int = 0,
+    starts: dict[str, Sequence[Tensor]] | None = None,
+) -> dict[str, float]:
+    """One measurement of all that `CurvatureMonitor` describes; `starts` keeps eigenvectors from one to the next."""
+    starts = {} if starts is None else starts
+    values: dict[str, float] = {}
+    with evaluation_mode(backbone):
+        for name, search in (("gn_sharpness", gn_sharpness), ("hessian_sharpness", hessian_sharpness)):
+            found = search(backbone, x, y, tol, starts.get(name))
+            starts[name] = found.vector
+            values[name] = found.value
+            values[f"{name}_bound"] = found.bound / abs(found.value) if found.value else 0.0
+        for name, trace in (("gn_trace", gn_trace), ("hessian_trace", hessian_trace)):
+            estimate = trace(backbone, x, y, seed=seed)
+            values[name], values[f"{name}_stderr"] = estimate.value, estimate.stderr
+        estimate = batch_sharpness(backbone, zip(x.split(batch_size), y.split(batch_size)))
+        values["batch_sharpness"], values["batch_sharpness_stderr"] = estimate.value, estimate.stderr
+        if certificate:
+            c = gn_norm_certificate(backbone, x[:certificate], y[:certificate])
+            values |= {"certificate_bound": c.bound, "certificate_ratio": c.ratio}
+    return {f"curvature/{k}": float(v) for k, v in values.items()}

@@ -1,0 +1,219 @@
+"""`metacal.fit`: train somebody's own model on their own data, in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from metacal.calibration import TemperatureScaling
+from metacal.compose import compose, to_yaml
+from metacal.config import Config
+from metacal.data import LoaderBatches, Split, as_batches, as_split
+from metacal.data.splits import stratified_draw
+from metacal.errors import InputError, require
+from metacal.models import Backbone
+from metacal.predictions import Predictions
+from metacal.report.report import Report, predict
+from metacal.training.folder import RunFolder
+from metacal.training.logging import ConsoleLog, RunLog
+from metacal.training.loop import train as train_loop
+from metacal.training.run import build_monitors
+from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, build_parts, choose_device, learns_gamma
+
+__all__ = ["Fit", "fit"]
+
+
+@dataclass
+class Fit:
+    """A trained model, with what is needed to use it and to know how true its confidence is.
+
+    Attributes:
+        model: the module given to `fit`, holding the weights of the epoch with the least validation NLL, in evaluation
+            mode.
+        backbone: the same module as `metacal.Backbone`, returning (logits, features).
+        gamma: the gamma source, trained; None for losses without gamma.
+        scaling: temperature scaling, fitted on val.
+        history: what each validation measured: dicts of step, epoch and ``split/measure``.
+        config: the run's config.
+    """
+
+    model: nn.Module
+    backbone: Backbone
+    gamma: nn.Module | None
+    scaling: TemperatureScaling
+    history: list[dict[str, float]]
+    best_epoch: int
+    seconds: float
+    config: Config
+    _val: Predictions
+    _train: Split | None
+
+    @torch.no_grad()
+    def predict_proba(self, x: Tensor, scaled: bool = True) -> Tensor:
+        """Class probabilities (N, K) of inputs (N, ...), after temperature scaling unless `scaled=False`."""
+        device = next(self.model.parameters()).device
+        transform = self._train.transform if self._train is not None and x.dtype == torch.uint8 else None
+        x = x.to(device)
+        logits, _ = self.backbone.eval()(transform(x) if transform is not None else x)
+        return torch.softmax(logits.float() / (self.scaling.temperature if scaled else 1.0), dim=1)
+
+    def evaluate(self, data: Any, **keys: Any) -> Report:
+        """The report of `data` (as `fit` takes it), before and after temperature scaling; `keys` go to `Report`."""
+        device = next(self.model.parameters()).device
+        batches = _evaluation(data, "test", device, self._train)
+        return Report(predict(self.backbone, batches.epoch(0)), self._val, **keys)
+
+
+def fit(
+    model: nn.Module,
+    train: Any,
+    meta: Any = None,
+    val: Any = None,
+    method: str = "gamma_net",
+    *,
+    epochs: int | None = None,
+    batch_size: int = 128,
+    seed: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+    head: str | None = None,
+    device: str = "auto",
+    overrides: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    progress: bool = True,
+) -> Fit:
+    """Train `model` for calibration, in place.
+
+    >>> result = metacal.fit(model, (x, y), method="gamma_net", epochs=30)      # doctest: +SKIP
+    >>> print(result.evaluate((x_test, y_test)))                                # doctest: +SKIP
+    >>> probabilities = result.predict_proba(x_new)                             # doctest: +SKIP
+
+    Args:
+        model: from inputs to logits (N, K); its last Linear layer is the head, unless `head` names another.
+        train, meta, val: each a pair of tensors (x, y), a Dataset of pairs, or a DataLoader. Where `meta` (for methods
+            that learn their gammas) or `val` is missing, a stratified tenth of `train` is set aside for it, which a
+            DataLoader does not allow. `val` selects the epoch and fits the temperature; keep test data out of them all.
+        method: a name in `configs/method/`, such as gamma_net, focal, cross_entropy.
+        epochs, batch_size, seed: of the training; `batch_size` does not touch a DataLoader.
+        optimizer: your own over `model.parameters()` (SGD, Adam or AdamW of torch.optim); else the configured one.
+        overrides: any other keys, as on the command line: ``["optimizer.lr=0.05", "meta.engine=difference"]``.
+        run_dir: a folder for checkpoints, metrics.jsonl and TensorBoard's file; None writes nothing.
+
+    Raises:
+        InputError: for input that cannot be used, before training.
+        RunError: for a loss, gradient or hypergradient that is not finite.
+    """
+    words = [f"method={method}", f"seed={seed}", f"data.batch_size={batch_size}", *overrides]
+    if epochs is not None:
+        words.append(f"epochs={epochs}")
+    config = compose(words)
+    require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
+    chosen = choose_device(device if device != "auto" or optimizer is None else str(next(model.parameters()).device))
+    backbone = Backbone(model, head).to(chosen)
+    batches, source = _batches(config, train, meta, val, chosen)
+    _require_labels(batches, backbone.n_classes)
+    parts = build_parts(config, backbone, *batches, optimizer=optimizer)
+    folder = None
+    if run_dir is not None:
+        folder = RunFolder(run_dir)
+        require(not folder.config.exists(), f"run_dir {run_dir} already holds a run; choose another")
+        folder.create()
+        folder.write_config(to_yaml(config))
+    monitors = build_monitors(config, parts)
+    with torch.random.fork_rng(devices=[chosen] if chosen.type == "cuda" else []):
+        torch.manual_seed(seed)
+        log = RunLog(folder.path if folder else None)
+        console = ConsoleLog(config.method, config.epochs * len(parts.train), config.epochs, enabled=progress)
+        try:
+            done, best = train_loop(config, parts, monitors, log, console, folder.path if folder else None)
+        finally:
+            console.stop()
+            log.close()
+    backbone.load_state_dict(best)
+    backbone.eval()
+    p_val = predict(backbone, parts.val.epoch(0))
+    return Fit(
+        model=backbone.net,
+        backbone=backbone,
+        gamma=parts.gamma,
+        scaling=TemperatureScaling().fit(p_val),
+        history=log.history,
+        best_epoch=done.best_epoch,
+        seconds=done.seconds,
+        config=config,
+        _val=p_val,
+        _train=source,
+    )
+
+
+def _batches(
+    config: Config, train: Any, meta: Any, val: Any, device: torch.device
+) -> tuple[tuple[AnyBatches, AnyBatches | None, AnyBatches], Split | None]:
+    """Training, meta and validation batches, and the training split unless it is a DataLoader's."""
+    learns = learns_gamma(config)
+    size, seed = config.data.batch_size, config.seed
+    source: Split | None = None
+    if isinstance(train, DataLoader):
+        missing = [name for name, data in (("meta", meta if learns else train), ("val", val)) if data is None]
+        require(
+            not missing,
+            f"{' and '.join(missing)} must be given when train is a DataLoader: nothing can be set aside from it",
+        )
+    else:
+        source = as_split(train, "train", device)
+        if val is None:
+            val, source = _set_aside(source, "val", seed)
+        if learns and meta is None:
+            meta, source = _set_aside(source, "meta", seed)
+        train = source
+    train_batches = as_batches(train, size, seed, "train", device=device)
+    meta_batches = None
+    if learns:
+        if not isinstance(meta, DataLoader):
+            meta = as_split(meta, "meta", device, like=source)
+        meta_size = config.data.meta_batch_size or META_BATCH_LIMIT  # never more than there are
+        meta_batches = as_batches(meta, meta_size, seed, "meta", device=device)
+    return (train_batches, meta_batches, _evaluation(val, "val", device, source)), source
+
+
+def _evaluation(data: Any, name: str, device: torch.device, like: Split | None) -> AnyBatches:
+    """All samples of `data` once, in order."""
+    if not isinstance(data, DataLoader):
+        data = as_split(data, name, device, like=like)
+    return as_batches(data, 1024, stream=name, shuffle=False, augment=False, device=device)
+
+
+def _set_aside(split: Split, name: str, seed: int) -> tuple[Split, Split]:
+    """A stratified tenth of `split` and the rest."""
+    labels = split.labels.cpu().numpy()
+    n_classes = int(labels.max()) + 1
+    rng = np.random.default_rng([seed, len(name)])
+    names = [str(k) for k in range(n_classes)]
+    drawn, rest = stratified_draw(labels, max(n_classes, len(labels) // 10), rng, names, f"{name} (a tenth of train)")
+    return _subset(split, drawn, name), _subset(split, rest, split.name)
+
+
+def _subset(split: Split, index: np.ndarray, name: str) -> Split:
+    rows = torch.from_numpy(index)
+    if split.in_memory:
+        storage = split.storage[rows.to(split.device)]
+    else:
+        storage = Subset(split.storage, rows.tolist())
+    return replace(split, name=name, storage=storage, labels=split.labels[rows.to(split.device)])
+
+
+def _require_labels(batches: Sequence[AnyBatches | None], n_classes: int) -> None:
+    """Labels below K, in every split that can be looked through, and in the first batch of a DataLoader."""
+    for b in batches:
+        if b is None:
+            continue
+        labels = next(b.epoch(0))[1] if isinstance(b, LoaderBatches) else b.split.labels
+        top = int(labels.max())
+        if top >= n_classes:
+            raise InputError(f"{b.stream} labels must be in 0..{n_classes - 1} (the model's outputs), got {top}")

@@ -1,0 +1,257 @@
+"""The training loop: one run, from top to bottom like the algorithm."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from metacal.bilevel import NonFiniteError
+from metacal.config import Config
+from metacal.errors import InputError, RunError
+from metacal.optim import learning_rate_factor
+from metacal.report.figures import reliability_diagram
+from metacal.report.report import predict
+from metacal.training import checkpoint
+from metacal.training.logging import ConsoleLog, RunLog
+from metacal.training.monitors import Budget, Monitor, State, measure_due
+from metacal.training.setup import Parts
+
+__all__ = ["Progress", "train"]
+
+
+@dataclass
+class Progress:
+    """Where a run is. With the states of its modules and generators it is all that a resume needs."""
+
+    epoch: int = 0
+    batch: int = 0  # the next one of this epoch
+    step: int = 0
+    outer_steps: int = 0
+    best_nll: float = math.inf
+    best_epoch: int = 0
+    seconds: float = 0.0  # of training, interruptions left out
+    # Sum and count of what the steps reported since the last line of the log.
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+
+def train(
+    config: Config,
+    parts: Parts,
+    monitors: Sequence[Monitor],
+    log: RunLog,
+    console: ConsoleLog,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+    stop: Any = None,
+) -> tuple[Progress, dict[str, Tensor]]:
+    """Train `parts` as `config` says and return the progress and the weights of the epoch with the least val NLL.
+
+    Args:
+        folder: where checkpoints go (`checkpoints/last.pt`, `best.pt`); None keeps everything in memory.
+        progress: of the checkpoint that `parts` were restored from; None starts at the beginning.
+        stop: called after every step; when it returns true, the state is saved and KeyboardInterrupt raised.
+
+    Raises:
+        RunError: a loss, gradient or hypergradient that is not finite (unless `nonfinite=skip`), or a checkpoint
+            that cannot be written.
+        KeyboardInterrupt: when `stop` asked for it; what was done is saved.
+    """
+    p = progress or Progress()
+    step, train_batches = parts.step, parts.train
+    per_epoch = len(train_batches)
+    total = config.epochs * per_epoch
+    base_lrs = [group["initial_lr"] for group in parts.optimizer.param_groups]
+    save_every = max(1, round(config.checkpoint_every * per_epoch))
+    log_every = min(config.monitor.log_every, per_epoch)
+    state = State(parts.backbone, p.step, p.epoch, parts.optimizer)
+    budget = Budget(config.monitor.max_share)
+    best = _best_weights(folder, p)
+    meta_stream: Iterator[tuple[Tensor, Tensor]] | None = None
+    started = time.perf_counter() - p.seconds
+    console.start(p.step)
+
+    def save() -> None:
+        p.seconds = time.perf_counter() - started
+        if folder is not None:
+            checkpoint.save(folder / "checkpoints" / "last.pt", complete_state(parts, p, log))
+
+    while p.epoch < config.epochs:
+        parts.backbone.train()
+        step.epoch = p.epoch
+        for x, y in train_batches.epoch(p.epoch, start=p.batch):
+            factor = _learning_rate_factor(config, p.step, total, per_epoch)
+            for group, lr in zip(parts.optimizer.param_groups, base_lrs):
+                group["lr"] = lr * factor
+
+            began = time.perf_counter()
+            with _naming_the_step(p, folder):
+                if parts.meta is not None and step.due and p.epoch >= config.meta.start_epoch:
+                    if meta_stream is None:
+                        meta_stream = parts.meta.forever(start=p.outer_steps)
+                    values = step.step(x, y, *next(meta_stream))
+                    p.outer_steps += 1
+                else:
+                    values = step.step(x, y)
+
+            p.step += 1
+            p.batch += 1
+            state.step, state.epoch = p.step, p.epoch
+            if step.last is not None:
+                state.logits, state.gamma = step.last.logits, step.last.gamma
+            seen = values | {"lr": base_lrs[0] * factor, "ms": 1e3 * (time.perf_counter() - began)}
+            _log_step(p, seen, step.skipped, log_every, log)
+            log.scalars(measure_due(monitors, state, validation=False, budget=budget), p.step, p.epoch)
+            console.step(p.step)
+            if stop is not None and stop():
+                save()
+                console.stop()
+                raise KeyboardInterrupt
+            if p.step % save_every == 0 and p.batch < per_epoch:
+                save()
+
+        p.epoch, p.batch = p.epoch + 1, 0
+        if p.epoch % config.monitor.val_every == 0 or p.epoch == config.epochs:
+            values = _validate(config, p, parts, state, monitors, log)
+            if p.best_epoch == 0 or values["val/nll"] < p.best_nll:
+                p.best_nll, p.best_epoch = values["val/nll"], p.epoch
+                best = {k: v.detach().clone() for k, v in parts.backbone.state_dict().items()}
+                if folder is not None:
+                    _save_weights(folder, "best", best, p)
+            console.epoch(
+                p.epoch,
+                {k.removeprefix("val/"): v for k, v in values.items()},
+                ("accuracy", "nll", "ece"),
+            )
+        if folder is not None and config.keep_every and p.epoch % config.keep_every == 0:
+            _save_weights(folder, f"epoch{p.epoch:04d}", parts.backbone.state_dict(), p)
+        if p.epoch == config.epochs or p.epoch * per_epoch % save_every == 0 or save_every < per_epoch:
+            save()
+    p.seconds = time.perf_counter() - started
+    console.stop()
+    return p, best
+
+
+def _learning_rate_factor(config: Config, step: int, total: int, per_epoch: int) -> float:
+    s = config.schedule
+    return learning_rate_factor(
+        step,
+        total,
+        name=s.name,
+        warmup_steps=round(s.warmup_epochs * per_epoch),
+        milestones=s.milestones,
+        factor=s.factor,
+        final=s.final,
+    )
+
+
+@contextmanager
+def _naming_the_step(p: Progress, folder: Path | None) -> Iterator[None]:
+    """Turn a non-finite number into an error that says where it was and what is left."""
+    try:
+        yield
+    except NonFiniteError as error:
+        kept = "nothing was saved"
+        if folder is not None and (folder / "checkpoints" / "last.pt").is_file():
+            kept = f"the last good checkpoint is {folder / 'checkpoints' / 'last.pt'}"
+        raise RunError(
+            f"non-finite {error.quantity} ({error.value}) at step {p.step + 1} (epoch {p.epoch + 1}, batch "
+            f"{p.batch + 1}); {kept}; lower optimizer.lr, set optimizer.clip_norm, or leave such steps out with "
+            "nonfinite=skip"
+        ) from None
+
+
+# What `MetaStep.step` and the loop report of a step, under its name in the log.
+_STEP_NAMES = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "ms": "time/step_ms",
+    "outer": "meta/outer_loss",
+    "hypergradient_norm": "meta/hypergradient_norm",
+}
+
+
+def _log_step(p: Progress, values: Mapping[str, float], skipped: int, log_every: int, log: RunLog) -> None:
+    """The means of what steps reported since the last line, every `log_every` steps."""
+    for name, value in values.items():
+        if name in _STEP_NAMES and math.isfinite(value):
+            total, count = p.sums.get(name, (0.0, 0))
+            p.sums[name] = (total + value, count + 1)
+    if p.step % log_every == 0:
+        means = {_STEP_NAMES[name]: total / count for name, (total, count) in p.sums.items()}
+        log.scalars(means | ({"train/skipped": float(skipped)} if skipped else {}), p.step, p.epoch)
+        p.sums = {}
+
+
+def _validate(
+    config: Config, p: Progress, parts: Parts, state: State, monitors: Sequence[Monitor], log: RunLog
+) -> dict[str, float]:
+    """Predictions on val, every monitor that is due, histograms and figures."""
+    try:
+        state.val = predict(parts.backbone, parts.val.epoch(0))
+    except InputError as error:
+        raise RunError(
+            f"validation after step {p.step} (epoch {p.epoch}) failed: {error}; lower optimizer.lr"
+        ) from None
+    state.epoch = p.epoch
+    values = measure_due(monitors, state, validation=True)
+    log.scalars(values, p.step, p.epoch)
+    log.history.append({"step": p.step, "epoch": p.epoch, **values})
+    if config.monitor.histograms:
+        log.histogram("val/confidence", state.val.confidence, p.step)
+        if state.gamma is not None and state.gamma.numel() > 1:
+            log.histogram("gamma/values", state.gamma, p.step)
+    every = config.monitor.figures_every
+    if every and (p.epoch % every == 0 or p.epoch == config.epochs):
+        log.figure("val/reliability", reliability_diagram(state.val, n_bins=config.monitor.n_bins), p.step)
+    parts.backbone.train()
+    return values
+
+
+def complete_state(parts: Parts, p: Progress, log: RunLog) -> dict[str, Any]:
+    """Everything that decides the rest of the run, as tensors and plain Python."""
+    return {
+        "progress": asdict(p),
+        "metrics_bytes": log.metrics_bytes,
+        "backbone": parts.backbone.state_dict(),
+        "gamma": parts.gamma.state_dict() if parts.gamma is not None else None,
+        "optimizer": parts.optimizer.state_dict(),
+        "meta_optimizer": parts.meta_optimizer.state_dict() if parts.meta_optimizer is not None else None,
+        "step": parts.step.state_dict(),
+        "rng": checkpoint.rng_state(parts.device),
+    }
+
+
+def restore(parts: Parts, state: Mapping[str, Any], where: str) -> Progress:
+    """Undo to what `complete_state` read; returns the progress.
+
+    Raises:
+        InputError: when the state is of another model.
+    """
+    checkpoint.load_weights(parts.backbone, state["backbone"], where)
+    parts.optimizer.load_state_dict(state["optimizer"])
+    if parts.gamma is not None:
+        checkpoint.load_weights(parts.gamma, state["gamma"] or {}, where)
+    if parts.meta_optimizer is not None:
+        parts.meta_optimizer.load_state_dict(state["meta_optimizer"])
+    parts.step.load_state_dict(state["step"])
+    checkpoint.set_rng_state(state["rng"], parts.device)
+    return Progress(**state["progress"])
+
+
+def _save_weights(folder: Path, name: str, weights: Mapping[str, Tensor], p: Progress) -> None:
+    checkpoint.save(folder / "checkpoints" / f"{name}.pt", {"backbone": dict(weights), "epoch": p.epoch})
+
+
+def _best_weights(folder: Path | None, p: Progress) -> dict[str, Tensor]:
+    """The best weights so far of a resumed run."""
+    if folder is None or p.best_epoch == 0:
+        return {}
+    return checkpoint.load(folder / "checkpoints" / "best.pt")["backbone"]

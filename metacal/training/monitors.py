@@ -1,0 +1,228 @@
+"""What is watched while a model trains.
+
+A monitor is anything with a `name`, a cadence `every` and `measure(state) -> {"split/measure": value}`. With
+`every = k > 0` it measures after every k-th training step; with `every = 0` at each validation, when `state.val` holds
+the predictions on the validation split. Monitors never change the training: no parameter, buffer, gradient or global
+generator. What each costs is logged as ``time/monitor_<name>_ms``; `Budget` makes dear ones wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from metacal.calibration import (
+    accuracy,
+    adaptive_ece,
+    brier,
+    classwise_ece,
+    ece,
+    kce,
+    nll,
+    overconfidence,
+    underconfidence,
+)
+from metacal.margins import ece_certificate, predicted_margin, robust_margin, true_margin
+from metacal.models.backbone import Backbone
+from metacal.predictions import Predictions
+from metacal.report.report import predict
+
+__all__ = [
+    "Budget",
+    "CalibrationMonitor",
+    "GammaMonitor",
+    "MarginMonitor",
+    "Monitor",
+    "State",
+    "SubsetMonitor",
+    "measure_due",
+]
+
+
+@dataclass
+class State:
+    """What a monitor may look at."""
+
+    backbone: Backbone
+    step: int = 0
+    epoch: int = 0
+    optimizer: torch.optim.Optimizer | None = None
+    x: Tensor | None = None  # the last training batch
+    logits: Tensor | None = None  # its logits before its step, detached
+    gamma: Tensor | None = None  # one for each of its samples
+    val: Predictions | None = None  # set at each validation
+
+
+class Monitor(Protocol):
+    """See the module's docstring."""
+
+    name: str
+    every: int
+
+    def measure(self, state: State) -> Mapping[str, float]: ...
+
+
+@dataclass
+class Budget:
+    """Keeps what monitors with an `every` of their own cost below a share of the run's time.
+
+    A monitor that is due waits for its next turn while measuring, at the cost of its last time, would lift the share
+    above `max_share`. The first measurement is always taken, since its cost is not known before.
+    """
+
+    max_share: float | None = None
+    started: float = field(default_factory=time.perf_counter)
+    spent: float = 0.0  # seconds
+    last: dict[str, float] = field(default_factory=dict)  # name -> seconds
+    waited: int = 0  # measurements put off
+
+    def allows(self, name: str) -> bool:
+        if self.max_share is None or name not in self.last:
+            return True
+        cost = self.last[name]
+        allowed = self.spent + cost <= self.max_share * (time.perf_counter() - self.started + cost)
+        self.waited += not allowed
+        return allowed
+
+    def charge(self, name: str, seconds: float) -> None:
+        self.last[name] = seconds
+        self.spent += seconds
+
+    @property
+    def share(self) -> float:
+        return self.spent / max(time.perf_counter() - self.started, 1e-9)
+
+
+def measure_due(
+    monitors: Sequence[Monitor], state: State, validation: bool, budget: Budget | None = None
+) -> dict[str, float]:
+    """The values of every monitor that is due now, and the time that each took."""
+    values: dict[str, float] = {}
+    for monitor in monitors:
+        due = monitor.every == 0 if validation else monitor.every > 0 and state.step % monitor.every == 0
+        if not due or (budget is not None and not validation and not budget.allows(monitor.name)):
+            continue
+        start = time.perf_counter()
+        values.update(monitor.measure(state))
+        seconds = time.perf_counter() - start
+        values[f"time/monitor_{monitor.name}_ms"] = 1e3 * seconds
+        if budget is not None and not validation:
+            budget.charge(monitor.name, seconds)
+            values["time/monitor_share"] = budget.share
+            if budget.waited:
+                values["time/monitor_waited"] = float(budget.waited)
+    return values
+
+
+def calibration_values(p: Predictions, n_bins: int) -> dict[str, float]:
+    """The measures that every validation logs."""
+    return {
+        "accuracy": float(accuracy(p)),
+        "nll": float(nll(p)),
+        "brier": float(brier(p)),
+        "ece": float(ece(p, n_bins=n_bins)),
+        "adaptive_ece": float(adaptive_ece(p, n_bins=n_bins)),
+        "classwise_ece": float(classwise_ece(p, n_bins=n_bins)),
+        "overconfidence": float(overconfidence(p, n_bins=n_bins)),
+        "underconfidence": float(underconfidence(p, n_bins=n_bins)),
+        "confidence": float(p.confidence.double().mean()),
+    }
+
+
+class CalibrationMonitor:
+    """Calibration on the validation split, at each validation."""
+
+    name, every = "calibration", 0
+
+    def __init__(self, n_bins: int = 15) -> None:
+        self.n_bins = n_bins
+
+    def measure(self, state: State) -> dict[str, float]:
+        assert state.val is not None
+        return {f"val/{k}": v for k, v in calibration_values(state.val, self.n_bins).items()}
+
+
+class MarginMonitor:
+    """Margins on the validation split, and the certificates of `metacal.margins.ece_certificate` with both sides."""
+
+    name, every = "margin", 0
+
+    def measure(self, state: State) -> dict[str, float]:
+        assert state.val is not None
+        return margin_values(state.val)
+
+
+def margin_values(p: Predictions) -> dict[str, float]:
+    """`ece_certificate` as numbers to log."""
+    c = ece_certificate(p)
+    return {f"margin/{k}": float(v) for k, v in vars(c).items() if isinstance(v, (int, float)) and v is not None}
+
+
+class SubsetMonitor:
+    """Calibration and margins on a fixed subset, every `every` steps, in evaluation mode.
+
+    Logged as ``<name>/ece``, …, with quantiles of the true and the predicted margin, ``<name>/margin_q05``, ….
+    With `robust_eps`, an L∞ radius in the inputs' own (normalised) units, also the mean robust margin from above (PGD)
+    and to first order.
+    """
+
+    def __init__(
+        self, name: str, x: Tensor, y: Tensor, every: int, n_bins: int = 15, robust_eps: float | None = None
+    ) -> None:
+        self.name, self.x, self.y, self.every, self.n_bins = name, x, y, every, n_bins
+        self.robust_eps = robust_eps
+
+    def measure(self, state: State) -> dict[str, float]:
+        p = predict(state.backbone, (self.x, self.y))
+        values = calibration_values(p, self.n_bins) | {"kce": float(kce(p))}
+        assert p.logits is not None
+        quantiles = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64, device=p.logits.device)
+        for name, margin in (
+            ("margin", true_margin(p.logits, p.labels)),
+            ("predicted_margin", predicted_margin(p.logits)),
+        ):
+            found = torch.quantile(margin.double(), quantiles).tolist()
+            values |= {f"{name}_{q}": value for q, value in zip(("q05", "q50", "q95"), found)}
+        c = ece_certificate(p, n_bins=self.n_bins)
+        values |= {"q": c.q, "gamma_min": c.gamma_min}
+        if self.robust_eps is not None:
+            upper, first_order = robust_margin(state.backbone, self.x, self.y, self.robust_eps)
+            values |= {"robust_margin": float(upper.mean()), "robust_margin_first_order": float(first_order.mean())}
+        return {f"{self.name}/{k}": v for k, v in values.items()}
+
+
+class GammaMonitor:
+    """The gammas of the last training batch: moments, quantiles, and their correlation with the confidence."""
+
+    name = "gamma"
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def measure(self, state: State) -> dict[str, float]:
+        if state.gamma is None or state.logits is None:
+            return {}
+        gamma = state.gamma.detach().float().flatten()
+        if gamma.numel() == 1:
+            return {"gamma/mean": float(gamma)}
+        confidence = state.logits.float().softmax(1).amax(1)
+        q05, q50, q95 = torch.quantile(gamma, gamma.new_tensor([0.05, 0.5, 0.95])).tolist()
+        values = {
+            "gamma/mean": float(gamma.mean()),
+            "gamma/std": float(gamma.std()),
+            "gamma/min": float(gamma.min()),
+            "gamma/max": float(gamma.max()),
+            "gamma/q05": q05,
+            "gamma/q50": q50,
+            "gamma/q95": q95,
+        }
+        centred = torch.stack([gamma - gamma.mean(), confidence - confidence.mean()])
+        norms = centred.norm(dim=1)
+        if float(norms.min()) > 1e-6:  # one gamma for all has no correlation
+            values["gamma/confidence_correlation"] = float(centred[0] @ centred[1] / norms.prod())
+        return values

@@ -1,0 +1,262 @@
+"""One run in its folder: prepare, train or go on, measure the test split once, write the summary."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from metacal.compose import to_yaml
+from metacal.config import Config
+from metacal.data import Batches, Data
+from metacal.errors import InputError
+from metacal.report.report import Report, predict
+from metacal.report.tables import comparison
+from metacal.training import checkpoint
+from metacal.training.curvature_monitor import CurvatureMonitor
+from metacal.training.folder import RunFolder, differing_keys, versions
+from metacal.training.logging import ConsoleLog, RunLog
+from metacal.training.loop import Progress, restore, train
+from metacal.training.monitors import CalibrationMonitor, GammaMonitor, MarginMonitor, Monitor, SubsetMonitor
+from metacal.training.setup import (
+    Parts,
+    build_backbone,
+    build_parts,
+    choose_device,
+    evaluation_batches,
+    fixed_subset,
+    prepare_data,
+    training_batches,
+)
+
+__all__ = ["Outcome", "build_monitors", "run", "show_together"]
+
+
+@dataclass
+class Outcome:
+    """A run that ended: its folder, its summary (empty when interrupted) and the exit status."""
+
+    folder: RunFolder
+    summary: dict[str, Any]
+    status: int
+
+    def show(self) -> int:
+        """Print the table of the test split; returns the exit status."""
+        if self.status == 0:
+            return show_together([self])
+        return self.status
+
+
+def run(config: Config, folder: RunFolder, overrides: Sequence[str] = ()) -> Outcome:
+    """Train the run that `config` describes in `folder`, going on from its last checkpoint if there is one.
+
+    Raises:
+        InputError: bad input, before anything is written.
+        RunError: the run had to stop; checkpoints stay.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device)
+    going_on = folder.interrupted and not config.overwrite
+    if going_on:
+        _require_same_config(config, folder)
+    data = prepare_data(config, device)
+    backbone = build_backbone(config, data, device)
+    train_batches, meta_batches = training_batches(config, data)
+    parts = build_parts(config, backbone, train_batches, meta_batches, evaluation_batches(data.val))
+    monitors = build_monitors(config, parts)
+    state = checkpoint.load(folder.last, device) if going_on else None
+    progress = restore(parts, state, str(folder.last)) if state else Progress()
+    if state is None:
+        folder.create()
+        folder.clear()
+        folder.write_config(to_yaml(config))
+        torch.manual_seed(config.seed)  # what dropout draws from
+
+    log = RunLog(folder.path, {"step": progress.step, "metrics_bytes": state["metrics_bytes"]} if state else None)
+    console = ConsoleLog(
+        f"{config.method} seed {config.seed}",
+        config.epochs * len(parts.train),
+        config.epochs,
+        enabled=config.progress,
+    )
+    command = " ".join(["metacal", "train", *overrides])
+    if state is None:
+        log.text("config", "```yaml\n" + to_yaml(config) + "```")
+        log.text("command", f"`{command}`")
+    try:
+        with _stop_on_signals() as stop:
+            progress, best = train(config, parts, monitors, log, console, folder.path, progress, stop)
+        parts.backbone.load_state_dict(best)
+        summary = _measure(config, data, parts, progress, folder, log)
+        summary |= {"command": command, "versions": versions(), "parameters": _count(parts)}
+        folder.write_summary(summary)
+    except KeyboardInterrupt:
+        console.line(f"interrupted and saved; go on with: metacal train resume={folder.path}")
+        return Outcome(folder, {}, status=130)
+    finally:
+        console.stop()
+        log.close()
+    return Outcome(folder, summary, status=0)
+
+
+def _require_same_config(config: Config, folder: RunFolder) -> None:
+    """An interrupted run goes on only under the config that it was started with."""
+    from metacal.compose import compose
+
+    old = asdict(compose([], folder.config))
+    if keys := differing_keys(old, asdict(config)):
+        raise InputError(
+            f"{folder.path} holds an interrupted run with another {', '.join(keys)}; go on with it by "
+            f"resume={folder.path}, or start over with overwrite=true"
+        )
+
+
+def build_monitors(config: Config, parts: Parts) -> list[Monitor]:
+    """The monitors that `config.monitor` asks for. The calibration of val is always there: it selects the epoch."""
+    m = config.monitor
+    monitors: list[Monitor] = [CalibrationMonitor(m.n_bins)]
+    if m.name == "off":
+        return monitors
+    monitors.append(MarginMonitor())
+    if parts.gamma is not None:
+        monitors.append(GammaMonitor(min(m.log_every, len(parts.train))))
+    if m.every:
+        if not isinstance(parts.train, Batches) or not isinstance(parts.val, Batches):
+            raise InputError("monitor.every needs data that can be indexed, not a DataLoader; set it to 0")
+        subsets = {
+            name: fixed_subset(batches.split, m.subset, name)
+            for name, batches in (("train_subset", parts.train), ("val_subset", parts.val))
+        }
+        for name, (x, y) in subsets.items():
+            monitors.append(SubsetMonitor(name, x, y, m.every, m.n_bins, m.robust_eps))
+        if m.curvature:
+            x, y = subsets["train_subset"]
+            monitors.append(
+                CurvatureMonitor(
+                    x,
+                    y,
+                    m.every,
+                    tol=m.tolerance,
+                    batch_size=parts.train.batch_size,
+                    certificate=m.certificate,
+                    seed=config.seed,
+                )
+            )
+    return monitors
+
+
+def _measure(
+    config: Config, data: Data, parts: Parts, progress: Progress, folder: RunFolder, log: RunLog
+) -> dict[str, Any]:
+    """Fit the temperature on val, read test once, and write predictions, figures and the HParams entry."""
+    start = time.perf_counter()
+    p_val = predict(parts.backbone, parts.val.epoch(0))
+    p_test = predict(parts.backbone, evaluation_batches(data.test).epoch(0))
+    report = Report(p_test, p_val, n_bins=config.monitor.n_bins, resamples=config.monitor.resamples)
+    for name, p in (("val", p_val), ("test", p_test)):
+        (folder.path / "predictions").mkdir(exist_ok=True)
+        p.save(folder.path / "predictions" / f"{name}.npz")
+    (folder.path / "figures").mkdir(exist_ok=True)
+    figure = report.reliability_diagram()
+    figure.savefig(folder.path / "figures" / "reliability.png", dpi=150)
+    log.figure("test/reliability", figure, progress.step)
+    test = {f"test/{name}": value for name, value in report.to_dict().items()}
+    summary: dict[str, Any] = {
+        "method": config.method,
+        "name": config.name,
+        "seed": config.seed,
+        **test,
+        "val/nll": progress.best_nll,
+        "best_epoch": progress.best_epoch,
+        "epochs": config.epochs,
+        "steps": progress.step,
+        "skipped_steps": parts.step.skipped,
+        "time/train_s": progress.seconds,
+        "time/test_s": time.perf_counter() - start,
+        "memory/peak_mb": _peak_memory_mb(parts.device),
+        "device": str(parts.device),
+        "data": {
+            "name": data.name,
+            "fingerprint": data.fingerprint,
+            "n_classes": data.n_classes,
+            "train": len(data.train),
+            "meta": len(data.meta) if data.meta is not None else 0,
+            "val": len(data.val),
+            "test": len(data.test),
+        },
+    }
+    shown = {k: v for k, v in test.items() if k.rpartition("/")[2] in ("accuracy", "nll", "ece", "ece_scaled", "brier")}
+    log.hyperparameters(
+        {
+            "method": config.method,
+            "seed": config.seed,
+            "model": config.model.name,
+            "data": config.data.name,
+            "optimizer": config.optimizer.name,
+            "lr": config.optimizer.lr,
+            "meta_lr": config.meta.lr,
+            "epochs": config.epochs,
+        },
+        shown,
+    )
+    return summary
+
+
+def _count(parts: Parts) -> dict[str, int]:
+    counts = {"backbone": sum(p.numel() for p in parts.backbone.parameters())}
+    if parts.gamma is not None:
+        counts["gamma"] = sum(p.numel() for p in parts.gamma.parameters())
+    return counts
+
+
+def _peak_memory_mb(device: torch.device) -> float:
+    """Of the device if it is a GPU, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Within it, the first Ctrl-C or SIGTERM only asks to stop after the current step; a second Ctrl-C interrupts."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, previous[signal.SIGINT])
+
+    previous: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, ask)
+    except ValueError:  # not in the main thread: signals are somebody else's
+        previous = {}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def show_together(outcomes: Sequence[Outcome]) -> int:
+    """The table of several runs on the same test split, where their pictures lie, and how to open TensorBoard."""
+    console = Console()
+    console.print(comparison({o.summary["method"]: o.summary for o in outcomes}))
+    for o in outcomes:
+        console.print(f"{o.summary['method']}: {o.folder.path}", highlight=False, soft_wrap=True)
+    first = outcomes[0].folder
+    root = Path(*first.path.parts[:-2]) if len(first.path.parts) > 2 else first.path
+    console.print(f"reliability diagram: {first.path / 'figures' / 'reliability.png'}", highlight=False, soft_wrap=True)
+    console.print(f"curves: tensorboard --logdir {root}", highlight=False, soft_wrap=True)
+    return max(o.status for o in outcomes)

@@ -1,0 +1,238 @@
+"""From a config to the parts of a run: data, backbone, gamma source, optimizers and the bilevel step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from metacal import losses
+from metacal.bilevel import MetaStep
+from metacal.calibration.surrogates import Outer, build_outer
+from metacal.config import Config
+from metacal.data import Batches, Data, LoaderBatches, Split, build_data
+from metacal.errors import InputError, require
+from metacal.gamma import FLSD, FixedGamma, GammaNet, ScalarGamma, StepGamma
+from metacal.models import Backbone, build_model
+from metacal.optim import build_optimizer, parameter_groups
+
+__all__ = [
+    "Parts",
+    "build_backbone",
+    "build_parts",
+    "choose_device",
+    "evaluation_batches",
+    "fixed_subset",
+    "learns_gamma",
+    "prepare_data",
+]
+
+
+AnyBatches = Batches | LoaderBatches
+
+META_BATCH_LIMIT = 2048  # a meta batch is the whole meta split, up to this many samples, unless a size is given
+
+
+@dataclass
+class Parts:
+    """All that the training loop works with."""
+
+    device: torch.device
+    backbone: Backbone
+    gamma: nn.Module | None
+    optimizer: torch.optim.Optimizer
+    meta_optimizer: torch.optim.Optimizer | None
+    step: MetaStep
+    train: AnyBatches
+    meta: AnyBatches | None
+    val: AnyBatches
+
+
+def evaluation_batches(split: Split) -> Batches:
+    """All samples of a split once, in their order, as they are."""
+    return Batches(split, 1024, stream=split.name, shuffle=False, augment=False)
+
+
+def training_batches(config: Config, data: Data) -> tuple[Batches, Batches | None]:
+    """Shuffled, augmented batches of the training split and, where there is one, of the meta split."""
+    train = Batches(data.train, config.data.batch_size, config.seed, stream="train")
+    if data.meta is None:
+        return train, None
+    size = config.data.meta_batch_size or min(len(data.meta), META_BATCH_LIMIT)
+    return train, Batches(data.meta, size, config.seed, stream="meta")
+
+
+def fixed_subset(split: Split, size: int, name: str) -> tuple[Tensor, Tensor]:
+    """`size` samples of a split as they are: the same ones for every seed and method, whatever the batches are."""
+    x, y = next(Batches(split, min(size, len(split)), stream=name, augment=False).epoch(0))
+    return x, y
+
+
+def learns_gamma(config: Config) -> bool:
+    """Whether the run has an outer problem: a gamma source with parameters of its own."""
+    return config.loss.name == "focal" and config.gamma.source in ("gamma_net", "scalar")
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` is the first GPU if there is one, else the CPU.
+
+    Raises:
+        InputError: when torch cannot use the device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def prepare_data(config: Config, device: torch.device) -> Data:
+    """The four splits; without an outer problem the meta split goes back to train (`data.fold_meta_into_train`)."""
+    return build_data(config.data, seed=config.seed, device=device, needs_meta=learns_gamma(config))
+
+
+def build_parts(
+    config: Config,
+    backbone: Backbone,
+    train: AnyBatches,
+    meta: AnyBatches | None,
+    val: AnyBatches,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Parts:
+    """The gamma source, the optimizers and the bilevel step that `config` asks for, around `backbone` and its batches.
+
+    Args:
+        optimizer: a user's own over the backbone's parameters, in place of the one that `config.optimizer` names.
+
+    Raises:
+        InputError: for parts that do not go together, such as a learned gamma without a meta split.
+    """
+    device = next(backbone.parameters()).device
+    learns = learns_gamma(config)
+    require(not learns or meta is not None, f"method {config.method} learns its gammas on a meta split, got none")
+    with _seeded(config.seed, device):
+        gamma = build_gamma(config, backbone, train)
+    if gamma is not None:
+        gamma.to(device)
+    if optimizer is None:
+        optimizer = _backbone_optimizer(config, backbone)
+    for group in optimizer.param_groups:  # the schedule scales it; saved and restored with the optimizer
+        group["initial_lr"] = group["lr"]
+    meta_optimizer = None
+    if learns:
+        assert gamma is not None
+        m = config.meta
+        meta_optimizer = build_optimizer(m.optimizer, gamma.parameters(), m.lr, weight_decay=m.weight_decay)
+    step = MetaStep(
+        torch.compile(backbone) if config.compile else backbone,  # type: ignore[arg-type]
+        optimizer,
+        gamma,
+        meta_optimizer,
+        outer=build_objective(config),
+        engine=config.meta.engine,
+        engine_options={"steps": config.meta.inner_steps} if config.meta.engine == "higher" else None,
+        loss=build_loss(config),
+        clip_norm=config.optimizer.clip_norm,
+        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        every=config.meta.every,
+        nonfinite=config.nonfinite,
+    )
+    return Parts(device, backbone, gamma, optimizer, meta_optimizer, step, train, meta if learns else None, val)
+
+
+def _backbone_optimizer(config: Config, backbone: Backbone) -> torch.optim.Optimizer:
+    o = config.optimizer
+    return build_optimizer(
+        o.name,
+        parameter_groups(backbone, o.weight_decay, o.decay_norm_and_bias),
+        o.lr,
+        momentum=o.momentum,
+        nesterov=o.nesterov,
+        dampening=o.dampening,
+        betas=o.betas,
+        eps=o.eps,
+        amsgrad=o.amsgrad,
+    )
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Within it torch's global generators start from `seed`; outside they stay as they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def build_backbone(config: Config, data: Data, device: torch.device) -> Backbone:
+    """The backbone that `config.model` names, for `data`, on `device`; its initialisation depends on the seed alone."""
+    with _seeded(config.seed, device):
+        return Backbone(build_model(config.model, data.n_classes, data.input_shape)).to(device)
+
+
+def build_loss(config: Config) -> str | Callable[..., Tensor]:
+    """The per-sample loss that `config.loss` names."""
+    if config.loss.name == "label_smoothing":
+        return partial(losses.label_smoothing, smoothing=config.loss.smoothing)
+    return config.loss.name
+
+
+def build_gamma(config: Config, backbone: Backbone, train: AnyBatches) -> nn.Module | None:
+    """The gamma source that `config.gamma` names; None for losses without gamma."""
+    g = config.gamma
+    if config.loss.name != "focal":
+        return None
+    if g.source == "fixed":
+        return FixedGamma(g.value)
+    if g.source == "flsd":
+        return FLSD()
+    if g.source == "step":
+        return StepGamma(g.milestones, g.values)
+    if g.source == "scalar":
+        return ScalarGamma(g.init, g.tau, g.max)
+    return GammaNet(
+        _gamma_inputs(config, backbone, train),
+        hidden=g.hidden,
+        tau=g.tau,
+        gamma_init=g.init,
+        gamma_max=g.max,
+        input=g.input,
+        layer=g.layer,
+        num_classes=backbone.n_classes if g.label_aware else 0,
+        seed=config.seed,
+    )
+
+
+def _gamma_inputs(config: Config, backbone: Backbone, train: AnyBatches) -> int:
+    """How many numbers a sample gives to the gamma-net: the features' width, or that of the named layer's output."""
+    if config.gamma.input != "layer":
+        return backbone.in_features
+    modules = dict(backbone.net.named_modules())
+    layer = config.gamma.layer or ""
+    require(layer in modules, f"gamma.layer must name a module of the backbone, got {layer!r}")
+    widths: list[int] = []
+    hook = modules[layer].register_forward_hook(lambda _m, _i, output: widths.append(output.shape[1]))
+    mode = backbone.training
+    try:
+        with torch.no_grad():
+            backbone.eval()(next(train.epoch(0))[0])
+    finally:
+        hook.remove()
+        backbone.train(mode)
+    require(bool(widths), f"gamma.layer={layer} is not run in the backbone's forward pass")
+    return widths[0]
+
+
+def build_objective(config: Config) -> Outer:
+    """The outer objective `(logits, labels) -> scalar`: a surrogate by name, or a weighted sum of them."""
+    m = config.meta
+    weights = m.objective if isinstance(m.objective, dict) else {m.objective: 1.0}
+    keys = {"bandwidth": m.bandwidth, "self_term": m.self_term, "norm": m.norm}
+    terms = {name: {"weight": weight, **keys} if name == "sece" else weight for name, weight in weights.items()}
+    return build_outer(terms, reference_points=m.reference_points, bank_size=m.bank_batches)

@@ -1,0 +1,76 @@
+"""The trajectory study: its correlations, its grid, and a tiny one from end to end."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from metacal.cli import main
+from metacal.errors import InputError
+from metacal.studies import grid
+from metacal.studies.trajectory import SHARPNESS, coupling, lag_of_best_correlation
+
+
+def test_lag_is_found_and_signed():
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal(200)
+    sharpness = base[5:-5]
+    assert lag_of_best_correlation(base[2:-8], sharpness, 10) == (3, pytest.approx(1.0))  # a(t + 3) = b(t)
+    assert lag_of_best_correlation(base[8:-2], sharpness, 10) == (-3, pytest.approx(1.0))
+    assert lag_of_best_correlation(sharpness, sharpness, 10) == (0, pytest.approx(1.0))
+    assert lag_of_best_correlation([1, 1, 1, 1], [1, 2, 3, 4], 2)[0] == 0
+
+
+def test_coupling_pairs_values_of_the_same_step():
+    steps = range(0, 100, 10)
+    sharpness = {s: float(s) for s in steps}
+    linear = {s: 0.1 + 0.001 * s for s in steps} | {5: 9.0}  # a step without sharpness is left out
+    falling = {s: -(float(s) ** 3) for s in steps}
+    series = {SHARPNESS: sharpness, "train_subset/ece": linear, "train_subset/kce": falling}
+    series |= {"val_subset/ece": dict.fromkeys(steps, 0.5), "val_subset/kce": linear}
+    found = coupling(series)
+    assert found["train ECE"]["pearson"] == pytest.approx(1.0) and found["train ECE"]["points"] == 10
+    assert found["train KCE"]["spearman"] == pytest.approx(-1.0) and found["train KCE"]["pearson"] > -1
+    assert np.isnan(found["test ECE"]["pearson"])
+
+
+def test_a_study_composes_all_of_its_runs_before_any_starts():
+    study = grid.load_study("trajectory", words=["data=digits"])
+    assert [job.label for job in study.jobs] == ["GD"] * 4 + ["SGD"] * 4
+    assert len({str(job.folder.path) for job in study.jobs}) == 8
+    fast = grid.load_study("trajectory", "fast", ["data=digits"])
+    assert all("monitor.subset=1000" in job.words and "monitor.subset=5000" not in job.words for job in fast.jobs)
+    for arguments, message in (
+        (("trajectry",), "did you mean 'trajectory'"),
+        (("trajectory", "fst"), "did you mean 'fast'"),
+        (("trajectory", None, ["optimizer.lrr=1"]), "did you mean 'optimizer.lr'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            grid.load_study(*arguments)
+
+
+def test_a_tiny_study_from_end_to_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    spec = tmp_path / "configs" / "study"
+    spec.mkdir(parents=True)
+    (spec / "tiny.yaml").write_text(
+        "report: trajectory\n"
+        "common: [method=cross_entropy, model=mlp, 'model.hidden=[8]', data=digits, data.train_size=200, epochs=6,\n"
+        "  monitor=full, monitor.every=2, monitor.subset=100, monitor.max_share=null, monitor.certificate=0,\n"
+        "  monitor.resamples=0]\n"
+        "groups:\n"
+        "  SGD: {words: [data.batch_size=100], sweep: {optimizer.lr: [0.05, 0.2]}}\n"
+    )
+    monkeypatch.setattr(grid, "config_dir", lambda: tmp_path / "configs")
+    assert main(["study", "tiny", "jobs=2"]) == 0
+    out = capsys.readouterr().out
+    assert "SGD, published" in out and "2 to do" in out
+    report = tmp_path / "runs" / "tiny" / "report"
+    assert {p.name for p in report.iterdir()} == {"table.md", "numbers.json", "phase.png", "curves.png"}
+    numbers = json.loads((report / "numbers.json").read_text())
+    assert len(numbers) == 2 and all(-1 <= n["test ECE"]["pearson"] <= 1 for n in numbers)
+    assert main(["study", "tiny", "jobs=2"]) == 0
+    assert "2 finished, 0 to do" in capsys.readouterr().out
+    assert main(["study", "tiny", "jobs=x"]) == 2

@@ -1,0 +1,70 @@
+"""The command line: exit statuses, one-line errors, a quick start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from metacal.cli import main
+
+
+def test_help_and_import_need_no_torch():
+    code = (
+        "import sys; from metacal.cli import main; main(['--help']); import metacal; metacal.InputError;"
+        "sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "metacal train" in done.stdout
+
+
+def test_train_help_lists_groups_and_keys(capsys):
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    for word in ("method: ", "gamma_net", "optimizer: ", "adamw", "bandwidth", "resume=RUN"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["train", "optimizer.lrr=1"], "did you mean 'optimizer.lr'?"),
+        (["train", "-m", "seed=0,1", "optimizer.lrr=1"], "did you mean 'optimizer.lr'?"),
+        (["train", "baselines=[focl]"], "did you mean 'focal'?"),
+        (["train", "resume=nowhere"], "nowhere does not exist"),
+        (["train", "missing.yaml"], "missing.yaml does not exist"),
+        (["train", "device=tpu"], "device 'tpu' cannot be used"),
+        (["train", "data=npz"], "data.path"),
+        (["train", "model.width=3"], "width"),
+        (["evaluate"], "required"),
+        (["evaluate", "nowhere"], "nowhere does not exist"),
+        (["evaluate", "."], "is no run folder"),
+        (["evaluate", "--n-bins", "0", "."], "--n-bins must be >= 1, got 0"),
+    ],
+)
+def test_bad_input_is_status_2_and_one_line(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not list(tmp_path.rglob("config.yaml"))
+
+
+def test_version(capsys):
+    import metacal
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"metacal {metacal.__version__}\n"
+
+
+def test_public_names_exist():
+    import metacal
+
+    for name in metacal.__all__:
+        assert getattr(metacal, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = metacal.nonsense

@@ -1,0 +1,123 @@
+"""`metacal.fit` on people's own models and data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import metacal
+from metacal.errors import InputError
+
+
+def blobs(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three overlapping Gaussian classes in the plane."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(n) % 3
+    centres = torch.tensor([[0.0, 1.5], [1.5, -1.0], [-1.5, -1.0]])
+    return centres[y] + torch.randn(n, 2, generator=generator), y
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+KEYS = {"epochs": 4, "batch_size": 50, "progress": False}
+
+
+def test_a_model_is_trained_in_place_and_reported():
+    model = net()
+    before = [p.clone() for p in model.parameters()]
+    result = metacal.fit(model, blobs(600), **KEYS)
+    assert result.model is model and not model.training
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert isinstance(result.gamma, metacal.GammaNet)
+    report = result.evaluate(blobs(600, seed=1), resamples=0)
+    assert report.to_dict()["accuracy"] > 0.8 and "ece_scaled" in report.to_dict()
+    x, _ = blobs(10, seed=2)
+    p = result.predict_proba(x)
+    assert p.shape == (10, 3) and torch.allclose(p.sum(1), torch.ones(10))
+    raw = result.predict_proba(x, scaled=False)
+    assert torch.allclose(torch.softmax(raw.log() / result.scaling.temperature, 1), p, atol=1e-6)
+    assert [h["epoch"] for h in result.history] == [1, 2, 3, 4] and "val/ece" in result.history[0]
+    assert result.best_epoch == min(result.history, key=lambda h: h["val/nll"])["epoch"]
+
+
+def test_the_same_call_gives_the_same_model():
+    a, b = metacal.fit(net(), blobs(300), **KEYS), metacal.fit(net(), blobs(300), **KEYS)
+    for p, q in zip(a.model.parameters(), b.model.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_training_leaves_the_global_generators_alone():
+    model, data = net(), blobs(300)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    metacal.fit(model, data, **KEYS)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("method", ["cross_entropy", "focal", "flsd53", "label_smoothing", "brier", "gamma_scalar"])
+def test_every_method_trains(method):
+    result = metacal.fit(net(), blobs(300), method=method, **KEYS)
+    assert result.evaluate(blobs(300, seed=1), resamples=0).to_dict()["accuracy"] > 0.7
+
+
+def test_loaders_datasets_and_own_optimizers():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    result = metacal.fit(
+        model,
+        DataLoader(TensorDataset(*blobs(300)), batch_size=50, shuffle=True),
+        meta=DataLoader(TensorDataset(*blobs(90, 1)), batch_size=90),
+        val=TensorDataset(*blobs(90, 2)),
+        optimizer=optimizer,
+        overrides=["meta.engine=difference", "monitor.histograms=false"],
+        **KEYS,
+    )
+    assert optimizer.state, "the given optimizer took the steps"
+    assert result.evaluate(TensorDataset(*blobs(90, 3)), resamples=0).to_dict()["accuracy"] > 0.7
+
+
+def test_uint8_images_are_normalised_alike_in_training_and_prediction():
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.integers(0, 256, (120, 1, 4, 4), dtype=np.uint8))
+    y = (x.float().mean((1, 2, 3)) > 127).long()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    result = metacal.fit(model, (x, y), method="cross_entropy", **KEYS)
+    report = result.evaluate((x, y), resamples=0)
+    accuracy = (result.predict_proba(x).argmax(1) == y).double().mean()
+    assert report.to_dict()["accuracy"] == pytest.approx(float(accuracy))
+
+
+def test_a_run_folder_on_request(tmp_path):
+    metacal.fit(net(), blobs(300), run_dir=tmp_path / "run", **KEYS)
+    assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
+    assert (tmp_path / "run" / "checkpoints" / "best.pt").is_file()
+    with pytest.raises(InputError, match="already holds a run"):
+        metacal.fit(net(), blobs(300), run_dir=tmp_path / "run", **KEYS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": lambda x: x}, "model must be a torch.nn.Module"),
+        ({"model": nn.Conv2d(1, 1, 1)}, "no Linear layer"),
+        ({"model": nn.Linear(2, 2)}, "train labels must be in 0..1"),
+        ({"head": "nothing"}, "head must name a Linear layer"),
+        ({"method": "focl"}, "did you mean 'focal'"),
+        ({"train": (torch.zeros(3, 2), torch.zeros(4, dtype=torch.long))}, "equally many"),
+        ({"train": (torch.full((30, 2), torch.nan), torch.arange(30) % 3)}, "NaN"),
+        ({"train": DataLoader(TensorDataset(*blobs(30)))}, "meta and val must be given"),
+        ({"epochs": 0}, "epochs must be >= 1"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)}, "optimizer must hold parameters"),
+        ({"overrides": ["meta.engin=reverse"]}, "did you mean 'meta.engine'"),
+    ],
+)
+def test_bad_input_is_refused_before_training(arguments, message):
+    with pytest.raises(InputError, match=message):
+        metacal.fit(**({"model": net(), "train": blobs(300)} | KEYS | arguments))

@@ -1,0 +1,192 @@
+"""Monitors: the numbers that they log, that they change nothing, and that a budget holds them back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from metacal.calibration import ece, kce
+from metacal.cli import main
+from metacal.curvature import gn_sharpness, hessian_sharpness
+from metacal.models import Backbone
+from metacal.predictions import Predictions
+from metacal.training.curvature_monitor import CurvatureMonitor
+from metacal.training.monitors import Budget, GammaMonitor, MarginMonitor, State, SubsetMonitor, measure_due
+
+
+@pytest.fixture
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(64, 5, generator=generator), torch.randint(3, (64,), generator=generator)
+    return Backbone(net).train(), x, y
+
+
+def test_monitors_leave_the_training_as_it_was(problem):
+    backbone, x, y = problem
+    before = copy.deepcopy(backbone.state_dict())
+    optimizer = torch.optim.SGD(backbone.parameters(), 0.1, momentum=0.9)
+    torch.manual_seed(3)
+    expected = torch.get_rng_state()
+    state = State(backbone, step=10, optimizer=optimizer)
+    monitors = [SubsetMonitor("train_subset", x, y, 10, robust_eps=0.1), CurvatureMonitor(x, y, 5, certificate=16)]
+    values = measure_due(monitors, state, validation=False)
+    assert {"train_subset/ece", "train_subset/robust_margin", "curvature/gn_sharpness"} <= values.keys()
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert backbone.training and all(p.grad is None for p in backbone.parameters())
+    for key, value in backbone.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_subset_monitor_logs_the_measures_of_its_subset(problem):
+    backbone, x, y = problem
+    values = SubsetMonitor("val_subset", x, y, 1).measure(State(backbone))
+    with torch.no_grad():
+        p = Predictions.from_logits(backbone.eval()(x)[0], y)
+    assert values["val_subset/ece"] == pytest.approx(float(ece(p)), rel=1e-9)
+    assert values["val_subset/kce"] == pytest.approx(float(kce(p)), rel=1e-9)
+    assert values["val_subset/margin_q05"] <= values["val_subset/margin_q50"] <= values["val_subset/margin_q95"]
+    assert values["val_subset/predicted_margin_q05"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "edge"),
+    [
+        ({"momentum": 0.0}, 2 / 0.1),
+        ({"momentum": 0.9}, 2 * 1.9 / 0.1),
+        ({"momentum": 0.9, "nesterov": True}, 2 * 1.9 / (0.1 * 2.8)),
+        ({"momentum": 0.5, "dampening": 0.5}, 2 * 1.5 / (0.1 * 0.5)),
+    ],
+)
+def test_the_edge_of_stability_is_where_the_optimizer_diverges_on_a_quadratic(keys, edge):
+    """Just below the edge the optimizer itself converges on 1/2 a x², just above it diverges."""
+    for factor, converges in ((0.98, True), (1.02, False)):
+        at = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        optimizer = torch.optim.SGD([at], lr=0.1, **keys)
+        for _ in range(2000):
+            optimizer.zero_grad()
+            (0.5 * factor * edge * at**2).sum().backward()
+            optimizer.step()
+        assert (abs(float(at)) < 1) == converges
+    net = Backbone(nn.Sequential(nn.Linear(2, 3)))
+    x, y = torch.randn(9, 2, generator=torch.Generator().manual_seed(0)), torch.arange(9) % 3
+    state = State(net, optimizer=torch.optim.SGD(net.parameters(), 0.1, **keys))
+    assert CurvatureMonitor(x, y, 1).measure(state)["curvature/edge"] == pytest.approx(edge)
+
+
+def test_curvature_monitor_agrees_with_the_ground_floor_in_evaluation_mode(problem):
+    backbone, x, y = problem
+    monitor = CurvatureMonitor(x, y, 1, tol=1e-4)
+    values = monitor.measure(State(backbone, optimizer=torch.optim.SGD(backbone.parameters(), 0.1)))
+    backbone.eval()
+    assert values["curvature/gn_sharpness"] == pytest.approx(gn_sharpness(backbone, x, y, 1e-6).value, rel=1e-3)
+    top = hessian_sharpness(backbone, x, y, 1e-6).value
+    assert values["curvature/hessian_sharpness"] == pytest.approx(top, rel=1e-3)
+    assert values["curvature/edge_ratio"] == pytest.approx(values["curvature/hessian_sharpness"] / 20)
+    again = monitor.measure(State(backbone))  # starts from the last eigenvectors
+    assert again["curvature/gn_sharpness"] == pytest.approx(values["curvature/gn_sharpness"], rel=1e-3)
+
+
+def test_adam_has_the_edge_of_the_preconditioned_sharpness(problem):
+    backbone, x, y = problem
+    optimizer = torch.optim.AdamW(backbone.parameters(), 1e-2)
+    nn.functional.cross_entropy(backbone(x)[0], y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    values = CurvatureMonitor(x, y, 1).measure(State(backbone, optimizer=optimizer))
+    assert values["curvature/edge"] == pytest.approx(38 / 1e-2)
+    assert values["curvature/preconditioned_sharpness"] > 0
+
+
+def test_gamma_monitor():
+    logits = torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 2.0], [0.0, 3.0]])
+    confidence = logits.softmax(1).amax(1)
+    state = State(nn.Identity(), logits=logits, gamma=2 + 3 * confidence)
+    values = GammaMonitor(1).measure(state)
+    assert values["gamma/confidence_correlation"] == pytest.approx(1.0, abs=1e-5)
+    assert values["gamma/min"] == pytest.approx(3.5) and values["gamma/q50"] == pytest.approx(
+        float((2 + 3 * confidence).median() + (2 + 3 * confidence).sort().values[2]) / 2
+    )
+    assert GammaMonitor(1).measure(State(nn.Identity(), logits=logits, gamma=torch.tensor(3.0))) == {"gamma/mean": 3.0}
+    constant = GammaMonitor(1).measure(State(nn.Identity(), logits=logits, gamma=torch.full((4,), 3.0)))
+    assert "gamma/confidence_correlation" not in constant and constant["gamma/std"] == 0
+    assert GammaMonitor(1).measure(State(nn.Identity())) == {}
+
+
+def test_margin_monitor_certificates_hold():
+    generator = torch.Generator().manual_seed(0)
+    p = Predictions.from_logits(torch.randn(50, 4, generator=generator), torch.randint(4, (50,), generator=generator))
+    values = MarginMonitor().measure(State(nn.Identity(), val=p))
+    assert values["margin/value"] <= values["margin/mean_miss"] <= values["margin/upper"]
+    assert not values.get("margin/violated", 0)
+
+
+class Dear:
+    name, every = "dear", 1
+
+    def __init__(self):
+        self.calls = 0
+
+    def measure(self, state):
+        self.calls += 1
+        return {"dear/value": 1.0}
+
+
+def test_a_budget_makes_dear_monitors_wait(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("metacal.training.monitors.time.perf_counter", lambda: now[0])
+
+    class Clocked(Dear):
+        def measure(self, state):
+            now[0] += 1.0  # a second a measurement
+            return super().measure(state)
+
+    monitor, budget = Clocked(), Budget(0.1, started=0.0)
+    values = {}
+    for step in range(1, 501):
+        now[0] += 0.1  # a tenth of a second a step
+        values |= measure_due([monitor], State(nn.Identity(), step=step), validation=False, budget=budget)
+    assert 4 <= monitor.calls <= 6  # 50 s of training pay for 5 s of measuring
+    assert monitor.calls / now[0] <= 0.1 + 1 / now[0]
+    assert values["time/monitor_waited"] > 0
+    free = Clocked()
+    for step in range(1, 11):
+        measure_due([free], State(nn.Identity(), step=step), validation=False, budget=Budget(None))
+    assert free.calls == 10
+
+
+def test_full_monitor_in_a_run_and_curvature_of_its_checkpoints(tmp_path, capsys):
+    folder = tmp_path / "run"
+    words = ["train", "model.hidden=[8]", "data.train_size=200", "epochs=4", "keep_every=2", f"run_dir={folder}"]
+    full = ["monitor=full", "monitor.every=2", "monitor.subset=64", "monitor.max_share=null", "monitor.resamples=0"]
+    assert main([*words, *full]) == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    splits = {line["split"] for line in lines}
+    assert {"curvature", "train_subset", "val_subset", "margin", "time"} <= splits
+    curvature = [line for line in lines if line["split"] == "curvature"]
+    assert [line["step"] for line in curvature] == [2, 4]
+    for line in curvature:
+        assert line["certificate_ratio"] <= 1 and line["gn_sharpness"] > 0 and math.isfinite(line["hessian_trace"])
+    capsys.readouterr()
+    assert main(["curvature", str(folder), "--subset", "50", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"best.pt", "last.pt", "epoch0002.pt", "epoch0004.pt"} == found.keys()
+    assert found["last.pt"]["gn_sharpness"] == pytest.approx(found["epoch0004.pt"]["gn_sharpness"], rel=0.02)
+    assert main(["curvature", str(folder), "--subset", "50"]) == 0
+    assert "Tr H" in capsys.readouterr().out
+    assert main(["curvature", str(folder), "--tolerance", "0"]) == 2
+
+
+def test_monitors_do_not_touch_the_path_of_the_training(tmp_path):
+    words = ["train", "model.hidden=[8]", "data.train_size=200", "epochs=2", "monitor.resamples=0"]
+    assert main([*words, f"run_dir={tmp_path / 'off'}", "monitor=off"]) == 0
+    assert main([*words, f"run_dir={tmp_path / 'full'}", "monitor=full", "monitor.every=1"]) == 0
+    weights = [torch.load(tmp_path / n / "checkpoints" / "last.pt")["backbone"] for n in ("off", "full")]
+    for key in weights[0]:
+        assert torch.equal(weights[0][key], weights[1][key])

@@ -1,0 +1,219 @@
+"""Runs from end to end on the bundled digits: what they write, how they stop, and that they resume bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from metacal.cli import main
+from metacal.training import checkpoint
+
+# A net with everything that a resume must restore: BatchNorm's buffers, dropout's masks, augmentation, a gamma-net.
+WORDS = [
+    "model=cnn",
+    "model.width=4",
+    "model.dropout=0.2",
+    "data.crop_padding=1",
+    "data.train_size=300",
+    "data.batch_size=32",
+    "meta.reference_points=bank",
+    "meta.bank_batches=3",
+    "optimizer.lr=0.02",
+    "epochs=3",
+    "threads=1",
+    "monitor.resamples=20",
+]
+
+
+def lines(folder: Path) -> list[dict]:
+    """metrics.jsonl without the times, which differ from run to run."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["split"] != "time"]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Bit for bit: weights, gamma source, optimizers, generators, predictions and logged numbers."""
+    for name in ("last.pt", "best.pt"):
+        left, right = checkpoint.load(a / "checkpoints" / name), checkpoint.load(b / "checkpoints" / name)
+        left.pop("metrics_bytes", None), right.pop("metrics_bytes", None)
+        for state in (left, right):
+            if "progress" in state:
+                state["progress"].pop("seconds"), state["progress"]["sums"].pop("ms", None)
+        assert_equal(left, right, name)
+    for split in ("val", "test"):
+        with np.load(a / "predictions" / f"{split}.npz") as x, np.load(b / "predictions" / f"{split}.npz") as y:
+            assert np.array_equal(x["logits"], y["logits"]) and np.array_equal(x["labels"], y["labels"])
+    assert lines(a) == lines(b)
+
+
+def assert_equal(a, b, where):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_equal(x, y, f"{where}/{i}")
+    else:
+        assert a == b, where
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert main(["train", *WORDS, f"run_dir={folder}"]) == 0
+    return folder
+
+
+def test_a_run_writes_its_folder(finished):
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "checkpoints/last.pt", "checkpoints/best.pt"):
+        assert (finished / name).is_file(), name
+    assert (finished / "figures" / "reliability.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(finished.glob("events.out.tfevents.*"))) == 1
+    summary = json.loads((finished / "summary.json").read_text())
+    for measure in ("accuracy", "nll", "ece", "adaptive_ece", "brier"):
+        assert {f"test/{measure}", f"test/{measure}_scaled", f"test/{measure}_low"} <= summary.keys()
+    assert summary["versions"]["torch"] == torch.__version__
+    assert summary["data"]["train"] + summary["data"]["meta"] == 300
+    assert summary["command"].startswith("metacal train model=cnn")
+    splits = {line["split"] for line in lines(finished)}
+    assert {"train", "val", "gamma", "meta", "margin"} <= splits
+
+
+def test_evaluate_recomputes_the_table_from_the_checkpoint(finished, capsys, tmp_path):
+    summary = json.loads((finished / "summary.json").read_text())
+    assert main(["evaluate", str(finished), "--json", "--resamples", "20"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    for name in ("accuracy", "nll", "ece", "ece_scaled", "temperature", "ece_low"):
+        assert again[name] == pytest.approx(summary[f"test/{name}"], rel=1e-9)
+    picture = tmp_path / "r.png"
+    assert (
+        main(["evaluate", str(finished / "predictions" / "test.npz"), "--resamples", "0", "--figure", str(picture)])
+        == 0
+    )
+    assert "Accuracy" in capsys.readouterr().out and picture.stat().st_size > 1000
+
+
+def test_a_finished_run_is_refused_and_overwritten_only_on_request(finished, capsys):
+    before = (finished / "summary.json").read_bytes()
+    assert main(["train", *WORDS, f"run_dir={finished}"]) == 2
+    assert "finished run" in capsys.readouterr().err
+    assert main(["train", f"resume={finished}"]) == 2
+    assert "nothing to resume" in capsys.readouterr().err
+    assert (finished / "summary.json").read_bytes() == before
+
+
+def test_the_runs_own_config_gives_the_same_run(finished, tmp_path):
+    assert main(["train", str(finished / "config.yaml"), f"run_dir={tmp_path / 'again'}"]) == 0
+    assert_same_run(finished, tmp_path / "again")
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen:
+    words = [*WORDS, f"run_dir={folder}", "checkpoint_every=0.2", *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "metacal", "train", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_checkpoint(process: subprocess.Popen, folder: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoints" / "last.pt").exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_resumes_bit_for_bit(number, tmp_path):
+    # Enough epochs that the signal comes before the end.
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main(["train", *WORDS, "checkpoint_every=0.2", "epochs=12", f"run_dir={whole}"]) == 0
+    process = start(stopped, "epochs=12")
+    wait_for_checkpoint(process, stopped)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=120)
+    assert not (stopped / "summary.json").exists(), "the run ended before the signal: give it more epochs"
+    if number != signal.SIGKILL:
+        assert process.returncode == 130 and "resume=" in out
+    assert main(["train", *WORDS, "checkpoint_every=0.2", "epochs=12", f"resume={stopped}"]) == 0
+    assert_same_run(whole, stopped)
+
+
+def test_an_interrupted_run_goes_on_only_under_its_own_config(finished, tmp_path, capsys):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl", "checkpoints/last.pt", "checkpoints/best.pt"):
+        (folder / name).write_bytes((finished / name).read_bytes())
+    assert main(["train", *WORDS, "optimizer.lr=0.5", f"run_dir={folder}"]) == 2
+    assert "interrupted run with another optimizer.lr" in capsys.readouterr().err
+    assert main(["train", f"resume={folder}", "optimizer.lr=0.5"]) == 2
+    assert "optimizer.lr=0.5 differs from 0.02" in capsys.readouterr().err
+    (folder / "checkpoints" / "last.pt").write_bytes(b"PK")
+    assert main(["train", f"resume={folder}"]) == 2
+    assert "truncated" in capsys.readouterr().err
+
+
+def test_a_non_finite_loss_stops_the_run_and_names_the_step(tmp_path, capsys):
+    folder = tmp_path / "run"
+    words = ["train", "method=cross_entropy", "model=mlp", "model.activation=relu", "epochs=3", f"run_dir={folder}"]
+    assert main([*words, "optimizer.lr=1e18", "monitor=off"]) == 1
+    error = capsys.readouterr().err
+    assert "non-finite" in error and "at step" in error and "nonfinite=skip" in error and error.count("\n") == 1
+    # Leaving steps out cannot mend weights that overflow in the forward pass: validation says so.
+    assert main([*words, "optimizer.lr=1e18", "monitor=off", "nonfinite=skip", "overwrite=true"]) == 1
+    assert "validation after step 10 (epoch 1) failed" in capsys.readouterr().err
+
+
+def test_baselines_share_splits_and_one_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "epochs=1", "monitor.resamples=0", "data.train_size=300", "baselines=[focal,cross_entropy]"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    for word in ("gamma_net", "focal", "cross_entropy", "tensorboard --logdir", "reliability.png"):
+        assert word in out
+    summaries = [json.loads(p.read_text()) for p in Path("runs").rglob("summary.json")]
+    assert len(summaries) == 3
+    assert len({s["data"]["fingerprint"] for s in summaries}) == 1
+    assert {s["data"]["train"] + s["data"]["meta"] for s in summaries} == {300}
+    assert main(words) == 0
+    assert "reused" in capsys.readouterr().out
+
+
+def test_a_sweep_makes_every_run_and_skips_finished_ones(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "train",
+        "-m",
+        "method=focal,cross_entropy",
+        "seed=0,1",
+        "epochs=1",
+        "monitor.resamples=0",
+        "data.train_size=300",
+    ]
+    assert main(words) == 0
+    assert len(list(Path("runs").rglob("summary.json"))) == 4
+    capsys.readouterr()
+    assert main(words) == 0
+    assert capsys.readouterr().out.count("skipped") == 4
+
+
+def test_an_unwritable_folder_says_so(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["train", "epochs=1", f"run_dir={tmp_path / 'file' / 'run'}"]) == 2
+    assert "cannot be written" in capsys.readouterr().err

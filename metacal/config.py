@@ -320,6 +320,11 @@ def _validate_combinations(config: Config) -> None:
         f"meta.inner_steps > 1 needs meta.engine=higher, got {meta.inner_steps} with {meta.engine}",
     )
     require(
+        meta.inner_steps <= meta.every,
+        f"meta.inner_steps must be <= meta.every={meta.every}, so that unrolled windows do not overlap, "
+        f"got {meta.inner_steps}",
+    )
+    require(
         not (meta.engine == "higher" and optimizer.name != "sgd"),
         f"meta.engine=higher unrolls only sgd, got optimizer {optimizer.name}; use meta.engine=forward",
     )

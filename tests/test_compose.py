@@ -31,6 +31,7 @@ from metacal.errors import InputError
         (["meta.lr=-1"], "meta.lr must be >= 0"),
         (["meta.engine=higher", "optimizer=adam"], "meta.engine=higher unrolls only sgd"),
         (["meta.inner_steps=3"], "meta.inner_steps > 1 needs meta.engine=higher"),
+        (["meta.engine=higher", "meta.inner_steps=3"], "meta.inner_steps must be <= meta.every=1"),
         (["monitor.n_bins=0"], "monitor.n_bins must be >= 1, got 0"),
         (["method=focal", "gamma.source=step"], "gamma.values must hold one number"),
         (["gamma.init=60"], "gamma.init must be < gamma.max=50.0, got 60.0"),
@@ -51,7 +52,9 @@ def test_numbers_written_like_yaml_strings_are_numbers():
     assert compose(["optimizer.lr=1e-3"]).optimizer.lr == 0.001
 
 
-@pytest.mark.parametrize("group", [p.name for p in config_dir().iterdir() if p.is_dir() and p.name not in ("study", "__pycache__")])
+@pytest.mark.parametrize(
+    "group", [p.name for p in config_dir().iterdir() if p.is_dir() and p.name not in ("study", "__pycache__")]
+)
 def test_every_choice_of_every_group_composes(group):
     for file in sorted((config_dir() / group).glob("*.yaml")):
         config = compose([f"{group}={file.stem}"])

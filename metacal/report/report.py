@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from metacal.calibration import MEASURES
-from metacal.calibration.bootstrap import Interval, bootstrap
+from metacal.calibration import MEASURES, Interval, bootstrap_all
 from metacal.calibration.scaling import TemperatureScaling
 from metacal.errors import InputError, require
 from metacal.margins import evaluation_mode
@@ -79,15 +78,15 @@ class Report:
             f"val must have {k} classes as the predictions have, got {val.n_classes if val else None}",
         )
 
+        options: dict[str, dict[str, int]] = {
+            name: {"n_bins": n_bins} if "n_bins" in signature(MEASURES[name]).parameters else {} for name in names
+        }
+
         def measured(p: Predictions) -> dict[str, Interval]:
-            out = {}
-            for name in names:
-                options = {"n_bins": n_bins} if "n_bins" in signature(MEASURES[name]).parameters else {}
-                if resamples:
-                    out[name] = bootstrap(name, p, n=resamples, seed=seed, level=level, **options)
-                else:
-                    out[name] = Interval(low=math.nan, value=float(MEASURES[name](p, **options)), high=math.nan)
-            return out
+            if resamples:
+                return bootstrap_all(options, p, n=resamples, seed=seed, level=level)
+            values = {name: float(MEASURES[name](p, **keys)) for name, keys in options.items()}
+            return {name: Interval(low=math.nan, value=value, high=math.nan) for name, value in values.items()}
 
         self.predictions = predictions
         self.n_bins, self.level, self.split = n_bins, level, split

@@ -203,7 +203,7 @@ def build_gamma(config: Config, backbone: Backbone, train: AnyBatches) -> nn.Mod
         gamma_init=g.init,
         gamma_max=g.max,
         input=g.input,
-        layer=g.layer,
+        layer=None if g.layer is None else f"net.{g.layer}",  # a Backbone holds the model as `net`
         num_classes=backbone.n_classes if g.label_aware else 0,
         seed=config.seed,
     )

@@ -92,6 +92,45 @@ def test_a_run_writes_its_folder(finished):
     assert {"train", "val", "gamma", "meta", "margin"} <= splits
 
 
+def test_the_event_file_holds_scalars_images_histograms_text_and_hparams(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished), size_guidance={"histograms": 0, "images": 0, "scalars": 0, "tensors": 0})
+    events.Reload()
+    tags = events.Tags()
+    logged = {f"{line['split']}/{k}" for line in lines(finished) for k in line} - {
+        f"{split}/{k}" for split in {line["split"] for line in lines(finished)} for k in ("step", "epoch", "split")
+    }
+    assert logged <= set(tags["scalars"])
+    assert {"gamma/values", "val/confidence"} <= set(tags["histograms"])
+    assert {"val/reliability", "test/reliability"} <= set(tags["images"])
+    assert {"config/text_summary", "command/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
+    assert events.PluginTagToContent("hparams").keys() >= {
+        "_hparams_/experiment",
+        "_hparams_/session_start_info",
+        "_hparams_/session_end_info",
+    }
+    summary = json.loads((finished / "summary.json").read_text())
+    assert events.Scalars("test/ece")[-1].value == pytest.approx(summary["test/ece"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["meta.objective={sece: 1.0, nll: 0.1}", "meta.engine=reverse"],
+        ["meta=skce", "meta.engine=difference", "optimizer=adamw", "meta.every=2", "meta.start_epoch=1"],
+        ["meta.engine=higher", "meta.inner_steps=2", "meta.every=2", "gamma.input=random", "gamma.label_aware=true"],
+        ["precision=bf16", "gamma.input=layer", "gamma.layer=1", "schedule=step", "schedule.warmup_epochs=1"],
+        ["method=focal", "gamma.source=step", "gamma.values=[5,1]", "gamma.milestones=[1]", "optimizer.clip_norm=0.5"],
+        pytest.param(["compile=true"], marks=pytest.mark.slow),
+    ],
+)
+def test_keys_go_together(words, tmp_path):
+    common = ["train", "model.hidden=[8]", "data.train_size=200", "data.batch_size=50", "epochs=2"]
+    assert main([*common, *words, "monitor.resamples=0", f"run_dir={tmp_path / 'run'}"]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] >= 6
+
+
 def test_evaluate_recomputes_the_table_from_the_checkpoint(finished, capsys, tmp_path):
     summary = json.loads((finished / "summary.json").read_text())
     assert main(["evaluate", str(finished), "--json", "--resamples", "20"]) == 0

@@ -11,7 +11,9 @@ The file holds
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -109,6 +111,7 @@ def run_missing(jobs: Sequence[Job], n_jobs: int = 1, threads: int | None = None
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     running: dict[subprocess.Popen, tuple[Job, float]] = {}
     failed: list[Job] = []
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C, so that a preempted study leaves saved runs behind
     try:
         while waiting or running:
             while waiting and len(running) < n_jobs:
@@ -142,10 +145,12 @@ def run_missing(jobs: Sequence[Job], n_jobs: int = 1, threads: int | None = None
         raise RunError(f"{len(failed)} run(s) failed, the first with {' '.join(last)!r}; see {log_file}")
 
 
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def load_series(folder: RunFolder) -> dict[str, dict[int, float]]:
     """metrics.jsonl as series: ``split/measure`` → step → value."""
-    import json
-
     series: dict[str, dict[int, float]] = {}
     for text in folder.metrics.read_text().splitlines():
         line = json.loads(text)

@@ -199,7 +199,7 @@ _CHOICES = {
     "gamma.input": ("features", "noise", "random", "layer"),
     "optimizer.name": ("sgd", "adam", "adamw"),
     "schedule.name": ("constant", "step", "cosine"),
-    "meta.engine": ("auto", "forward", "reverse", "difference", "higher"),
+    "meta.engine": ("forward", "reverse", "difference", "higher"),
     "meta.optimizer": ("adam", "sgd"),
     "meta.norm": ("l1", "l2"),
     "meta.reference_points": ("samples", "bank"),

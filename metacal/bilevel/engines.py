@@ -33,6 +33,7 @@ from metacal.bilevel.state import RandomState, buffers_of
 from metacal.bilevel.tangents import FastTangents
 from metacal.bilevel.updates import Cotangents
 from metacal.errors import InputError, require
+from metacal.forward_mode import dual_level
 
 __all__ = ["ENGINES", "Difference", "Forward", "Outputs", "Reverse", "call"]
 
@@ -171,7 +172,7 @@ class Forward(_Step):
         if recorder is not None:
             originals = [(replaced[name], b) for name, b in self.model.named_buffers()]
             mode = Replayer(recorder, [*zip(at, self.params), *originals])
-        with random.replayed(), forward_ad.dual_level(), _forward_differentiable():
+        with random.replayed(), dual_level(), _forward_differentiable():
             for name, value, tangent in zip(self.names, at, v):
                 value = value.detach()
                 replaced[name] = value if tangent is None else forward_ad.make_dual(value, tangent)

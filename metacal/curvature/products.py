@@ -23,7 +23,7 @@ no cost: ⟨w, J v⟩ must equal ⟨Jᵀw, v⟩, where Jᵀw is an ordinary back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from metacal.curvature.problem import Problem, check_vector, logit_gradient, logit_hessian
 from metacal.errors import InputError, require
+from metacal.forward_mode import dual_level
 
 __all__ = ["Curvature", "ggn_product", "hessian_product"]
 
@@ -111,6 +112,8 @@ class Curvature:
         self._versions = [p._version for p in self.params]
         self._kept: tuple[int, _Recorded] | None = None
         self._logits: list[Tensor | None] = [None] * len(self._parts)
+        self._failed: dict[str, str] = {}  # routes to J v that do not work here, and why
+        self._checked = False
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -187,7 +190,7 @@ class Curvature:
         return out.detach()
 
     def _jv_forward(self, i: int, v: list[Tensor]) -> Tensor:
-        with torch.no_grad(), forward_ad.dual_level():
+        with torch.no_grad(), dual_level():
             duals = {n: forward_ad.make_dual(p.detach(), a) for n, p, a in zip(self.problem.names, self.params, v)}
             tangent = forward_ad.unpack_dual(self._parts[i].logits(duals)).tangent
         require(tangent is not None, "logits do not depend on any trainable parameter")
@@ -209,41 +212,37 @@ class Curvature:
         return ["double-vjp", "forward"]
 
     def _jv_chunk(self, i: int, v: list[Tensor]) -> Tensor:
-        """J v of chunk i by the chosen route; the first call chooses and verifies it."""
-        routes: dict[str, Callable[[int, list[Tensor]], Tensor]] = {
-            "double-vjp": self._jv_double,
-            "forward": self._jv_forward,
-        }
+        """J v of chunk i by the chosen route, or by the first one that does not raise."""
+        routes = {"double-vjp": self._jv_double, "forward": self._jv_forward}
         if self.gn_route is not None:
             return routes[self.gn_route](i, v)
-        failures = []
         for name in self._gn_routes(i):
+            if name in self._failed:
+                continue
             try:
                 jv = routes[name](i, v)
-            except torch.OutOfMemoryError:
-                raise
+                self.gn_route = name
+                return jv
             except InputError:
                 raise
             except (RuntimeError, NotImplementedError) as error:
-                failures.append(f"{name}: {str(error).strip().splitlines()[0]}")
-                continue
-            gap = self._adjoint_gap(i, jv, v)
-            if gap is None or gap <= (1e-7 if jv.dtype == torch.float64 else 2e-3):
-                self.gn_route = name
-                return jv
-            failures.append(f"{name}: its product disagrees with the reverse pass by {gap:.1e}")
-        raise InputError(f"no route to J v works for this network ({'; '.join(failures)})")
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self._failed[name] = str(error).strip().splitlines()[0]
+        reasons = "; ".join(f"{name}: {why}" for name, why in self._failed.items())
+        raise InputError(f"no route to J v works for this network ({reasons})")
 
-    def _adjoint_gap(self, i: int, jv: Tensor, v: list[Tensor]) -> float | None:
-        """abs(⟨w, J v⟩ - ⟨Jᵀw, v⟩) / (‖w‖‖J v‖) for w = J v with its entries' signs mixed; None for J v = 0."""
-        size = jv.norm()
-        if not bool(size > 0):
-            return None
-        signs = torch.ones_like(jv).reshape(-1)
-        signs[::3] = -0.5
-        w = jv * signs.reshape_as(jv) / size
-        back = _dot(self._jt(i, w), v)
-        return float(((w * jv).sum() - back).abs() / (w.norm() * size))
+    def _verified(self, jv: Tensor, w: Tensor, back: list[Tensor], v: list[Tensor]) -> bool:
+        """Whether ⟨w, J v⟩ = ⟨Jᵀw, v⟩, where Jᵀw is an ordinary reverse pass; else the route is struck off."""
+        scale = float(jv.norm() * w.norm())
+        gap = abs(float((w * jv).sum() - _dot(back, v)))
+        if gap > (1e-7 if jv.dtype == torch.float64 else 2e-3) * scale:
+            assert self.gn_route is not None
+            self._failed[self.gn_route] = f"its product disagrees with the reverse pass by {gap / scale:.1e}"
+            self.gn_route = None
+            return False
+        self._checked = True
+        return True
 
     # -- products --------------------------------------------------------------------------------------------
 
@@ -251,7 +250,14 @@ class Curvature:
         """J v, (N, K)."""
         v = check_vector(v, self.params)
         with self.problem.math():
-            return torch.cat([self._jv_chunk(i, v) for i in range(len(self._parts))])
+            while True:
+                jv = torch.cat([self._jv_chunk(i, v) for i in range(len(self._parts))])
+                if self._checked:
+                    return jv
+                w = jv.clone()
+                w.view(-1)[::3] *= -0.5  # not J v itself, to which an error may be orthogonal
+                if self._verified(jv, w, self.jtu(w), v):
+                    return jv
 
     def jtu(self, w: Tensor) -> list[Tensor]:
         """Jᵀ w for w (N, K)."""
@@ -292,13 +298,18 @@ class Curvature:
         v = check_vector(v, self.params)
         n = len(self.problem)
         with self.problem.math():
-            total: list[Tensor] | None = None
-            for i, part in enumerate(self._parts):
-                w = self._jv_chunk(i, v)
-                z = self._record(i).z.detach()
-                total = _added(total, self._jt(i, logit_hessian(z, w, part.loss) / n))
-        assert total is not None
-        return total
+            while True:
+                total: list[Tensor] | None = None
+                moved, pulled = [], []
+                for i, part in enumerate(self._parts):
+                    jv = self._jv_chunk(i, v)
+                    w = logit_hessian(self._record(i).z.detach(), jv, part.loss) / n
+                    total = _added(total, self._jt(i, w))
+                    moved.append(jv)
+                    pulled.append(w)
+                assert total is not None
+                if self._checked or self._verified(torch.cat(moved), torch.cat(pulled), total, v):
+                    return total
 
     def hessian(self, v: Sequence[Tensor]) -> list[Tensor]:
         """H v, like the parameters."""
@@ -366,7 +377,7 @@ class Curvature:
 
     def _hv_forward(self, i: int, v: list[Tensor]) -> list[Tensor]:
         part = self._parts[i]
-        with forward_ad.dual_level():
+        with dual_level():
             duals = {
                 n: forward_ad.make_dual(p.detach().requires_grad_(), a)
                 for n, p, a in zip(self.problem.names, self.params, v)

@@ -5,9 +5,9 @@
 Two networks in float32: an MLP 3072-200-200-10 with tanh on 5,000 images, and ResNet-20 on 512, both in evaluation
 mode after a short training on the images (without --data: a synthetic problem of the same shape), so that their
 spectra look like those of a run. A step is one forward and backward pass of the same batch. All methods take turns;
-each number is the median over `repeats`. `memory` is the peak of the process above its level before the call, from a
-second, unmeasured call. `error` is relative to a reference computed by the same code to 1e-4 (traces: exactly,
-where the network allows it), `bound` what the method itself vouches for.
+each number is the median over `repeats`; the peers, a hundred steps and more, run once unless --repeat-peers. `MB` is
+the peak of the process above its level before the call, from an untimed first call. `error` is relative to a reference
+computed by the same code to 1e-4 (traces: exactly), `bound` what the method itself vouches for.
 
 Peers: curvlinops' operators under scipy's eigsh (tol 1e-2, k 1) and its Hutchinson trace with 30 products; PyHessian's
 power iteration and trace with tol 1e-2. Both peers are optional; install the `bench` extra.
@@ -16,6 +16,8 @@ power iteration and trace with tol 1e-2. Both peers are optional; install the `b
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
 import statistics
 import threading
@@ -79,6 +81,8 @@ def peak_memory(call: Callable[[], Any]) -> float:
     """Peak resident memory above the level before, in MB, sampled every 2 ms; nan where /proc is missing."""
     if not os.path.exists("/proc/self/statm"):
         return float("nan")
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else what earlier calls freed hides what this one takes
     level, highest, done = resident(), 0, threading.Event()
 
     def watch() -> None:
@@ -167,23 +171,28 @@ def run(name: str, model: nn.Module, x: Tensor, y: Tensor, step_batch: int, args
     }
     calls: dict[str, Callable[[], Any]] = {"step": step, "batch step": batch_step}
     calls.update({n: c for n, (_, c) in ours.items()})
-    of_quantity = {} if args.quick else peers(model, x, y)
+    of_quantity = {} if args.quick else {q: c for q, c in peers(model, x, y).items() if q in args.peers}
     for quantity, by_peer in of_quantity.items():
         calls.update({f"{peer}: {quantity}": c for peer, c in by_peer.items()})
 
     times: dict[str, list[float]] = {n: [] for n in calls}
     values: dict[str, Any] = {}
-    for n, c in calls.items():  # unmeasured first calls give the values
-        values[n] = c()
+    memory: dict[str, float] = {}
+    for n, c in calls.items():  # untimed first calls give values and memory
+        begin = time.perf_counter()
+        memory[n] = peak_memory(lambda n=n, c=c: values.__setitem__(n, c()))
+        if ":" in n:
+            times[n].append(time.perf_counter() - begin)
     for _ in range(args.repeats):
         for n, c in calls.items():
+            if ":" in n and not args.repeat_peers:
+                continue
             repeat = 3 if "step" in n else 1
             begin = time.perf_counter()
             for _ in range(repeat):
                 c()
             times[n].append((time.perf_counter() - begin) / repeat)
     seconds = {n: statistics.median(t) for n, t in times.items()}
-    memory = {n: peak_memory(c) for n, c in calls.items()}
 
     print(f"\n{name}: {len(x)} images, one step {seconds['step']:.3f} s, {memory['step']:.0f} MB")
     print(f"{'':34}{'steps':>8}{'value':>11}{'error':>9}{'bound':>9}{'MB':>7}  how")
@@ -215,6 +224,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data", help="an npz file with x_train (N, 32, 32, 3) uint8 and y_train")
     parser.add_argument("--quick", action="store_true", help="leave the peers out")
+    parser.add_argument("--repeat-peers", action="store_true")
+    quantities = ("gn", "hessian", "tr_gn", "tr_hessian")
+    parser.add_argument("--peers", nargs="*", choices=quantities, default=quantities, help="what the peers compute")
     parser.add_argument("--only", choices=("mlp", "resnet20"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

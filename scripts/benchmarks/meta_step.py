@@ -124,16 +124,16 @@ def runner(model: str, engine: str) -> Callable[[], object]:
     return lambda: step.step(*setting.batches)
 
 
-def times(model: str, rounds: int) -> dict[str, list[float]]:
+def times(model: str, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     steps = {engine: runner(model, engine) for engine in ("plain", *ENGINES, "library")}
     for step in steps.values():
         step()
     spent: dict[str, list[float]] = {engine: [] for engine in steps}
     for _ in range(rounds):
         for engine, step in steps.items():
-            start = time.perf_counter()
+            start = clock()
             step()
-            spent[engine].append(time.perf_counter() - start)
+            spent[engine].append(clock() - start)
     return {engine: sorted(values) for engine, values in spent.items()}
 
 
@@ -162,8 +162,15 @@ def peak(model: str, engine: str, threads: int) -> float:
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
-def report(model: str, threads: int, rounds: int, memory: bool, accuracy: dict[str, float]) -> None:
-    spent = times(model, rounds)
+def report(
+    model: str,
+    threads: int,
+    rounds: int,
+    clock: Callable[[], float],
+    memory: bool,
+    accuracy: dict[str, float],
+) -> None:
+    spent = times(model, rounds, clock)
     plain = spent["plain"]
     base = peak(model, "plain", threads) if memory else 0.0
     print(f"\n{model}, batch {BATCH[model]}, {threads} thread(s): plain step {1e3 * plain[0]:.1f} ms (smallest)\n")
@@ -183,6 +190,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--models", nargs="+", default=list(BATCH), choices=list(BATCH))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="count processor time: for one thread on a busy machine"
+    )
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure memory")
     parser.add_argument("--peak", nargs=2, metavar=("MODEL", "ENGINE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -194,12 +204,13 @@ def main() -> None:
         status = Path("/proc/self/status").read_text().splitlines()
         print(json.dumps(int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 1024))
         return
+    clock = time.process_time if args.cpu_time else time.perf_counter
     print(f"torch {torch.__version__}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     for model in args.models:
         accuracy = errors(model)
         for threads in args.threads:
             torch.set_num_threads(threads)
-            report(model, threads, args.rounds, not args.no_memory, accuracy)
+            report(model, threads, args.rounds, clock, not args.no_memory, accuracy)
 
 
 if __name__ == "__main__":

@@ -42,5 +42,5 @@ def test_names_and_settings():
     assert type(build_optimizer("adam", p, 1e-3)) is torch.optim.Adam
     with pytest.raises(InputError, match="did you mean 'adamw'"):
         build_optimizer("adamww", p, 0.1)
-    with pytest.raises(InputError, match="optimizer.lr must be >= 0"):
+    with pytest.raises(InputError, match=r"optimizer\.lr must be >= 0"):
         build_optimizer("sgd", p, -0.1)

@@ -69,28 +69,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (`metacal … | head`)
         sys.stderr.close()
         return 1
+    except OSError as error:  # a full disk, an unwritable file
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"metacal: {where}{error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 def _train(argv: list[str]) -> int:
-    from metacal.training.command import train_command
+    from metacal.commands.train import train_command
 
     return train_command(argv)
 
 
 def _evaluate(argv: list[str]) -> int:
-    from metacal.report.command import evaluate_command
+    from metacal.commands.evaluate import evaluate_command
 
     return evaluate_command(argv)
 
 
 def _study(argv: list[str]) -> int:
-    from metacal.studies.command import study_command
+    from metacal.commands.study import study_command
 
     return study_command(argv)
 
 
 def _curvature(argv: list[str]) -> int:
-    from metacal.report.curvature_command import curvature_command
+    from metacal.commands.curvature import curvature_command
 
     return curvature_command(argv)
 

@@ -58,10 +58,22 @@ def compose(overrides: Sequence[str] = (), config_file: str | Path | None = None
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            node = hydra_compose(stem, overrides=list(overrides))
+            node = hydra_compose(stem, overrides=[_quoted(word) for word in overrides])
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error)) from None
     return from_dictionary(node)
+
+
+_PATHS = ("resume", "run_dir", "runs", "data.path")
+
+
+def _quoted(word: str) -> str:
+    """Values that are paths in quotes: Hydra's grammar gives commas and equal signs, which folders have, a meaning."""
+    key, equals, value = word.partition("=")
+    if key.lstrip("+") not in _PATHS or not equals or value[:1] in ("'", '"', "") or value == "null":
+        return word
+    escaped = value.replace("'", "\\'")
+    return f"{key}='{escaped}'"
 
 
 def from_dictionary(node: DictConfig | dict[str, Any]) -> Config:

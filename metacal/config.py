@@ -286,6 +286,25 @@ def validate(config: Config) -> None:
 def _validate_combinations(config: Config) -> None:
     """Keys that are only right or wrong together."""
     gamma, meta, optimizer, schedule = config.gamma, config.meta, config.optimizer, config.schedule
+    monitor = config.monitor
+    for key, on in (
+        ("curvature", monitor.curvature),
+        ("robust_eps", monitor.robust_eps is not None),
+        ("certificate", monitor.certificate > 0),
+    ):
+        require(not on or monitor.every > 0, f"monitor.{key} needs monitor.every > 0, the steps between measurements")
+    require(
+        monitor.certificate == 0 or monitor.curvature,
+        f"monitor.certificate needs monitor.curvature=true, got {monitor.certificate} without it",
+    )
+    require(
+        monitor.name != "off" or monitor.every == 0,
+        f"monitor=off measures nothing while training, got monitor.every={monitor.every}",
+    )
+    require(
+        isinstance(meta.objective, str) or (isinstance(meta.objective, dict) and len(meta.objective) > 0),
+        f"meta.objective must be a name or {{name: weight, ...}}, got {meta.objective!r}",
+    )
     require(
         len(optimizer.betas) == 2 and all(0 <= b < 1 for b in optimizer.betas),
         f"optimizer.betas must be two numbers in [0, 1), got {list(optimizer.betas)}",

@@ -69,10 +69,20 @@ def uncap(gamma: float, tau: float, gamma_max: float) -> float:
     return tau * (positive + math.log(-math.expm1(-positive)))
 
 
-def pool(output: Tensor) -> Tensor:
-    """A layer's output `(N, D, ...)` averaged over its trailing dimensions: `(N, D)`."""
-    require(output.dim() >= 2, f"a layer's output must have shape (N, D, ...), got {tuple(output.shape)}")
-    return output if output.dim() == 2 else output.flatten(2).mean(dim=2)
+def pool(output: object, layer: str | None = None) -> Tensor:
+    """The output of a layer as features `(N, D)`: what a `GammaNet` with `input="layer"` sees, of width `shape[1]`.
+
+    `(N, D)` as it is; `(N, T, D)`, as transformer blocks give, averaged over the T tokens; `(N, D, H, W)` averaged
+    over space. Any other output raises `InputError`, which names the `layer`.
+    """
+    name = "the layer" if layer is None else f"layer {layer!r}"
+    allowed = "(N, D), (N, T, D) of tokens or (N, D, H, W)"
+    if not isinstance(output, Tensor):
+        raise InputError(f"{name} must give one tensor of shape {allowed}, got a {type(output).__name__}")
+    require(2 <= output.dim() <= 4, f"{name} must give shape {allowed}, got {tuple(output.shape)}")
+    if output.dim() == 2:
+        return output
+    return output.mean(dim=1 if output.dim() == 3 else (2, 3))
 
 
 class FixedGamma(nn.Module):
@@ -152,7 +162,7 @@ class GammaNet(nn.Module):
     - `input="noise"`: standard normal noise `(N, D)` drawn anew in every call from this module's own generator `seed`
       (advanced by `observe`, so that calls between two training batches see the same noise);
     - `input="random"`: tanh of a fixed random projection of the network's flattened input to D numbers;
-    - `input="layer"`: the output of the backbone's module `layer`, averaged over space;
+    - `input="layer"`: the output of the backbone's module `layer`, averaged over space or tokens (`pool`);
     - `num_classes=K`: label-aware; the one-hot label is appended to the input (not standardised).
 
     `forward(features)` changes nothing. `observe` updates the running statistics; the bilevel step calls it once per

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metacal.config import ModelConfig
 from metacal.gamma import GammaNet
 from metacal.models.backbone import Backbone
+from metacal.models.factory import build_model
 
 K = 3
 
@@ -102,11 +104,21 @@ def evaluation() -> nn.Module:
     return cnn().eval()
 
 
+def vit() -> nn.Module:
+    """The package's own: patches by a strided convolution, learned positions, attention as matrix products."""
+    net = build_model(ModelConfig(name="vit", width=4, depth=1, heads=2, patch_size=2), K, (3, 4, 4))
+    for p in net.parameters():
+        # as drawn, the attention is uniform to a part in a thousand
+        nn.init.normal_(p, std=0.4)
+    return net
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "cnn": cnn,
     "dropout": dropout,
     "attention": Attention,
+    "vit": vit,
     "residual": Residual,
     "tied": Tied,
     "frozen": frozen,

@@ -136,7 +136,19 @@ def test_random_features_depend_on_the_input_and_the_seed_alone() -> None:
 def test_pool() -> None:
     x = torch.randn(2, 3, 4, 5)
     torch.testing.assert_close(pool(x), x.mean((2, 3)))
-    assert pool(x[:, :, 0, 0]).shape == (2, 3)
+    assert torch.equal(pool(x[:, :, 0, 0]), x[:, :, 0, 0])
+    tokens = torch.randn(2, 7, 3)  # 7 tokens of width 3
+    torch.testing.assert_close(pool(tokens), tokens.mean(1))
+
+
+def test_pool_names_the_layer_whose_output_it_cannot_take() -> None:
+    for output, match in [
+        (torch.randn(2), r"layer 'net.0' must give shape \(N, D\), .* got \(2,\)"),
+        (torch.randn(2, 3, 4, 5, 6), r"layer 'net.0' must give shape .* got \(2, 3, 4, 5, 6\)"),
+        ((torch.randn(2, 3), None), "layer 'net.0' must give one tensor of shape .* got a tuple"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            pool(output, "net.0")
 
 
 def test_fixed_step_and_scalar() -> None:

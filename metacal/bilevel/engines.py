@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from metacal.bilevel.replay import Recorder, Replayer, Unmatched
 from metacal.bilevel.state import RandomState, buffers_of
 from metacal.bilevel.tangents import FastTangents
-from metacal.bilevel.updates import Cotangents
+from metacal.bilevel.updates import Cotangents, total_norm
 from metacal.errors import InputError, require
 from metacal.forward_mode import dual_level
 
@@ -235,13 +235,13 @@ class Difference(_Step):
         logits, pairs = self.logits, [(old, t) for old, t in zip(self.old, v) if t is not None]
         assert logits is not None
         moved, tangents = [old for old, _ in pairs], [t for _, t in pairs]
-        size = float(torch.nn.utils.get_total_norm(tangents)) if pairs else 0.0
+        size = float(total_norm(tangents)) if pairs else 0.0
         if size == 0 or not math.isfinite(size):
             return torch.full_like(logits, 0.0 if size == 0 else math.nan)
         # the logits of a mixed-precision pass are too coarse to subtract from
         start = logits if logits.dtype == moved[0].dtype else self._logits()
         aim = self.relative * max(_rms(start), 1e-3)
-        eps = 1e-3 * float(torch.nn.utils.get_total_norm(moved)) / size
+        eps = 1e-3 * float(total_norm(moved)) / size
         if self.sensitivity > 0:
             eps = aim / (self.sensitivity * size)
         at = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,21 @@ class RandomState:
         self.device = device
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def state(self) -> dict[str, Tensor | None]:
+        """For checkpoints."""
+        return {"cpu": self.cpu, "cuda": self.cuda}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor | None], device: torch.device) -> RandomState:
+        """What gave this `state`; a stream that `device` or the state does not have stays as it is now."""
+        random = cls(device)
+        # generators take their states from the CPU, wherever a checkpoint was mapped to
+        if (cpu := state["cpu"]) is not None:
+            random.cpu = cpu.cpu()
+        if (cuda := state["cuda"]) is not None and random.cuda is not None:
+            random.cuda = cuda.cpu()
+        return random
 
     def restore(self) -> None:
         """Rewind the generators to this state."""
@@ -89,6 +105,35 @@ class Snapshot:
             p: {key: (value, value.clone() if isinstance(value, Tensor) else value) for key, value in entries.items()}
             for p, entries in optimizer.state.items()
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints, without the gradients: tensors and plain Python, parameters by their position."""
+        return {
+            "values": self.values,
+            "buffers": self.buffers,
+            "optimizer": {
+                i: {key: copy for key, (_, copy) in self.state[p].items()}
+                for i, p in enumerate(self.params)
+                if p in self.state
+            },
+            "random": self.random.state(),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], optimizer: Optimizer, *modules: nn.Module | None) -> Snapshot:
+        """The snapshot that gave this `state_dict`, of the same optimizer and modules."""
+        snapshot = cls(optimizer, *modules)
+        snapshot.values, snapshot.buffers = state["values"], state["buffers"]
+        snapshot.state = {}
+        for i, entries in state["optimizer"].items():
+            p = snapshot.params[i]
+            # no tensor of the optimizer has held these, so they come back in tensors of their own
+            snapshot.state[p] = {
+                key: (value.to(p.device, copy=True), value) if isinstance(value, Tensor) else (value, value)
+                for key, value in entries.items()
+            }
+        snapshot.random = RandomState.from_state(state["random"], snapshot.random.device)
+        return snapshot
 
     @torch.no_grad()
     def restore(self) -> None:

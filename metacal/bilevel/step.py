@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 from metacal.bilevel.engines import ENGINES, call
 from metacal.bilevel.state import RandomState, Snapshot, buffers_of, preserved, restore_buffers
 from metacal.bilevel.unrolled import HIGHER, check_unrollable, unrolled_gradient
-from metacal.bilevel.updates import check_supported, transposed_clip, transposed_update
+from metacal.bilevel.updates import (
+    check_supported,
+    clips,
+    kept_gradients,
+    total_norm,
+    transposed_clip,
+    transposed_update,
+)
+from metacal.bilevel.window import TrainingStep, Window, settings_of
 from metacal.calibration.surrogates import Outer, build_outer
 from metacal.errors import InputError, require
 from metacal.gamma import pool
@@ -25,11 +33,15 @@ __all__ = ["Last", "MetaStep", "NonFiniteError"]
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, gradient or hypergradient that is infinite or not a number; `quantity` names it."""
+    """A loss, gradient or hypergradient that is infinite or not a number.
 
-    def __init__(self, quantity: str, value: float, step: int) -> None:
+    `quantity` says which and `value` what it is, `found` holds all numbers of the `step` by name.
+    """
+
+    def __init__(self, name: str, found: dict[str, float], step: int) -> None:
+        quantity, value = _QUANTITY.get(name, name), found[name]
         super().__init__(f"non-finite {quantity} ({value}) at step {step}")
-        self.quantity, self.value, self.step = quantity, value, step
+        self.quantity, self.value, self.found, self.step = quantity, value, found, step
 
 
 @dataclass
@@ -64,7 +76,8 @@ class MetaStep:
         autocast: dtype of the training forward, e.g. torch.bfloat16; the outer part keeps the parameters' precision.
         every: the outer part belongs to every so many-th step; other steps ignore their meta batch.
         nonfinite: "raise" `NonFiniteError` before the optimizer has changed anything, or "skip" the step and count it
-            in `skipped`. (A non-finite outer loss or hypergradient shows after the backbone's step, which then stays.)
+            in `skipped`. A non-finite outer loss or hypergradient shows only after the backbone's step, which stays
+            and counts; the gamma source stays as it was.
         engine_options: forward: `reuse` (True); difference: `relative` (2e-3), `central` (False); higher: `steps` (1),
             how many steps before each outer one are unrolled, at most `every`.
 
@@ -135,7 +148,7 @@ class MetaStep:
             self._engine = kind(self.backbone, self._eager, names, self.params, **options)
         except TypeError:
             raise InputError(f"engine_options must be options of engine {engine!r}, got {options}") from None
-        self._window: _Window | None = None
+        self._window: Window | None = None
         self.epoch: float = 0
         self.count = 0
         self.skipped = 0
@@ -154,18 +167,34 @@ class MetaStep:
         """Train the backbone on `(x, y)` and, where the outer part is due, the gamma source on `(x_meta, y_meta)`.
 
         Returns loss (mean per-sample loss), grad_norm (before clipping), gamma_mean, `penalty/<name>` unweighted, and
-        after an outer part outer and hypergradient_norm. A step skipped for a non-finite value returns what was found
-        and `skipped: 1.0`. Without a meta batch this is the plain training step, operation by operation.
+        after an outer part outer and hypergradient_norm. A step, or the gamma source's part of one, that is skipped for
+        a non-finite value returns what was found and `skipped: 1.0`. Without a meta batch this is the plain training
+        step, operation by operation.
         """
+        number, due = self.count, self.due
         self._remember(x, y)
-        with_meta = x_meta is not None and self.due
+        hypergradient, skipped = None, False
         try:
-            found, hypergradient = self._advance([(x, y)], x_meta if with_meta else None, y_meta, self.nonfinite)
-        except _Skipped as skipped:
-            found, hypergradient = {**skipped.found, "skipped": 1.0}, None
-            self.skipped += 1
+            found, hypergradient = self._advance([(x, y)], x_meta if due else None, y_meta)
+        except BaseException as error:
+            if self._window is not None:
+                self._window.steps.pop()  # only steps that were taken are unrolled
+            if not isinstance(error, NonFiniteError) or self.nonfinite == "raise":
+                raise
+            found, skipped = error.found, True
         finally:
             self._engine.release()
+        self.count += 1
+        if due:
+            self._window = None
+        if hypergradient is not None:
+            bad = _non_finite(found, _OUTER)
+            if bad is not None and self.nonfinite == "raise":
+                raise NonFiniteError(bad, found, number)
+            skipped = bad is not None
+        if skipped:
+            self.skipped += 1
+            return {**found, "skipped": 1.0}
         if hypergradient is not None:
             assert self.meta_optimizer is not None
             for p, h in zip(self.meta_params, hypergradient):
@@ -175,7 +204,6 @@ class MetaStep:
             last = self.last
             assert last is not None and last.meta_logits is not None and last.meta_labels is not None
             self.outer.update(last.meta_logits, last.meta_labels)
-        self.count += 1
         return found
 
     def hypergradient(
@@ -196,11 +224,14 @@ class MetaStep:
         self._window = None
         try:
             with preserved(self.optimizer, self._eager, self.gamma_net):
-                _, hypergradient = self._advance(batches, x_meta, y_meta, "raise")
+                found, hypergradient = self._advance(batches, x_meta, y_meta)
         finally:
             self._engine.release()
             self._engine.load_state(carried)
             self.last, self._window = last, window
+        bad = _non_finite(found, _OUTER)
+        if bad is not None:
+            raise NonFiniteError(bad, found, self.count)
         assert hypergradient is not None
         return hypergradient
 
@@ -211,65 +242,74 @@ class MetaStep:
             "skipped": self.skipped,
             "outer": self.outer.state_dict(),
             "engine": self._engine.state(),
+            "window": None if self._window is None else self._window.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count, self.skipped = state["count"], state["skipped"]
         self.outer.load_state_dict(state["outer"])
         self._engine.load_state(state["engine"])
+        window = state.get("window")
+        if window is not None and self._steps > 1:
+            self._window = Window.from_state(window, self.optimizer, self._eager, self.gamma_net)
+        else:
+            self._window = None
 
     # -- the step ---------------------------------------------------------------------------------------------
 
     def _remember(self, x: Tensor, y: Tensor) -> None:
         """Engine "higher" with several steps: start a window at its first step, and add this batch to it."""
-        if not self._unroll or self.meta_optimizer is None:
+        if self._steps == 1 or self.meta_optimizer is None:
             return
         if self.count % self.every == self.every - self._steps:
-            self._window = _Window(Snapshot(self.optimizer, self._eager, self.gamma_net), [])
+            self._window = Window(Snapshot(self.optimizer, self._eager, self.gamma_net))
         if self._window is not None:
-            self._window.batches.append((x, y, RandomState(x.device)))
+            self._window.steps.append(
+                TrainingStep(x, y, settings_of(self.optimizer), self.epoch, RandomState(x.device))
+            )
 
     def _advance(
         self,
         batches: Sequence[tuple[Tensor, Tensor]],
         x_meta: Tensor | None,
         y_meta: Tensor | None,
-        nonfinite: str,
     ) -> tuple[dict[str, float], list[Tensor] | None]:
-        """The step of the backbone; the hypergradient through it if there is a meta batch."""
+        """The step of the backbone; the hypergradient through it if there is a meta batch.
+
+        Raises `NonFiniteError` before the step; the outer part's own numbers are for the caller to check.
+        """
         for x, y in batches:
             _check_batch(x, y, "")
         if x_meta is None:
-            found = [self._plain(x, y, nonfinite) for x, y in batches]
+            found = [self._plain(x, y) for x, y in batches]
             return found[-1], None
         if y_meta is None:
             raise InputError("y_meta must be given with x_meta")
         _check_batch(x_meta, y_meta, "_meta")
         if self._unroll:
-            window = self._window or _Window(None, [(x, y, None) for x, y in batches])
+            settings = settings_of(self.optimizer)
+            window = self._window or Window(None, [TrainingStep(x, y, settings, self.epoch) for x, y in batches])
             value, hypergradient, meta_logits = self._unrolled(window, x_meta, y_meta)
-            self._window = None
-            found = [self._plain(x, y, nonfinite) for x, y in batches]
+            found = [self._plain(x, y) for x, y in batches]
         else:
             if not self._checked:
                 self._engine.check(batches[0][0][:2])
                 self._checked = True
-            found = [self._plain(*batches[0], nonfinite=nonfinite, keep=True)]
+            found = [self._plain(*batches[0], keep=True)]
             value, hypergradient, meta_logits = self._outer_part(found[-1], x_meta, y_meta)
         assert self.last is not None
         self.last.meta_logits, self.last.meta_labels = meta_logits, y_meta
-        found[-1].update(_read({"outer": value, "hypergradient_norm": torch.nn.utils.get_total_norm(hypergradient)}))
-        # the backbone's own step was sound and stays; only that of the gamma source is withheld
-        self._check_finite(found[-1], ("outer", "hypergradient_norm"), nonfinite)
+        found[-1].update(_read({"outer": value, "hypergradient_norm": total_norm(hypergradient)}))
         return found[-1], hypergradient
 
-    def _plain(self, x: Tensor, y: Tensor, nonfinite: str, keep: bool = False) -> dict[str, float]:
+    def _plain(self, x: Tensor, y: Tensor, keep: bool = False) -> dict[str, float]:
         """The training step of the backbone. `keep`: an outer part follows, and what it needs is kept."""
         undo = _Undo(self._eager, self.gamma_net)
         mixed = torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext()
         with mixed, _Layer(self._eager, getattr(self.gamma_net, "layer", None)) as layer:
             logits, features = self._engine.forward(x) if keep else call(self.backbone, x)
-        gamma = self._gamma(x, y, logits, layer.output if layer.name is not None else features, grad=keep)
+        seen = features if layer.name is None else layer.features(len(x))
+        gamma = self._gamma(x, y, logits, seen, self.epoch, grad=keep)
         losses = self.loss(logits, y) if gamma is None else self.loss(logits, y, gamma.detach())
         terms = {"loss": losses.mean()}
         buffers = buffers_of(self._eager) if self.penalties else {}
@@ -291,7 +331,7 @@ class MetaStep:
             # until here
             restore_buffers(self._eager, buffers)
         if self.clip_norm is None:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self.params if p.grad is not None])
+            norm = total_norm([p.grad for p in self.params if p.grad is not None])
         else:
             norm = torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
 
@@ -300,14 +340,16 @@ class MetaStep:
         if gamma is not None:
             values["gamma_mean"] = gamma.mean()
         found = _read(values)
-        try:
-            self._check_finite(found, tuple(found), nonfinite)
-        except (NonFiniteError, _Skipped):
+        bad = _non_finite(found, tuple(found))
+        if bad is not None:
             undo()
             self.optimizer.zero_grad(set_to_none=True)
-            raise
+            raise NonFiniteError(bad, found, self.count)
         if keep:
-            self._kept = (logits.detach(), y, gamma, transposed_update(self.optimizer, self.params))
+            clipped = None
+            if self.clip_norm is not None and clips(found["grad_norm"], self.clip_norm):
+                clipped = kept_gradients(self.optimizer, self.params)
+            self._kept = (logits.detach(), y, gamma, transposed_update(self.optimizer, self.params), clipped)
             self._engine.keep()
         self.optimizer.step()
         return found
@@ -316,7 +358,7 @@ class MetaStep:
         self, found: dict[str, float], x_meta: Tensor, y_meta: Tensor
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """M at the new parameters, dM/dφ through the step just taken, and the meta batch's logits."""
-        logits, y, gamma, transpose = self._kept
+        logits, y, gamma, transpose, clipped = self._kept
         self._kept = None
         # batch statistics as in training; the buffers and the random stream are not touched
         with self._engine.aside(x_meta.device):
@@ -326,8 +368,9 @@ class MetaStep:
         if value.requires_grad:
             cotangents = list(torch.autograd.grad(value, self.params, allow_unused=True))
         cotangents, factor = transpose(cotangents)
-        if self.clip_norm is not None:
-            factor *= transposed_clip([p.grad for p in self.params], found["grad_norm"], self.clip_norm, cotangents)
+        if clipped is not None and self.clip_norm is not None:
+            factor *= transposed_clip(clipped, found["grad_norm"], self.clip_norm, cotangents)
+            del clipped
         product = self._engine.product(cotangents)
 
         # ∂/∂φ of 1/n Σ_i ⟨∂ℓ_i/∂z_i (γ_i), (J v)_i⟩: a backward through N × K numbers and the gamma source
@@ -337,7 +380,7 @@ class MetaStep:
         hypergradient = [torch.zeros_like(p) if g is None else g for p, g in zip(self.meta_params, grads)]
         return value.detach(), hypergradient, meta_logits.detach()
 
-    def _unrolled(self, window: _Window, x_meta: Tensor, y_meta: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _unrolled(self, window: Window, x_meta: Tensor, y_meta: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
         """As `_outer_part`, by unrolling the steps of a window, whose last one is about to be taken."""
         require(
             getattr(self.gamma_net, "layer", None) is None,
@@ -346,11 +389,12 @@ class MetaStep:
         kept: list[Tensor] = []
 
         def inner(model: nn.Module, i: int) -> Tensor:
-            x, y, random = window.batches[i]
-            if random is not None:
-                random.restore()
+            step = window.steps[i]
+            x, y = step.x, step.y
+            if step.random is not None:
+                step.random.restore()
             logits, features = call(model, x)
-            gamma = self._gamma(x, y, logits, features, grad=True)
+            gamma = self._gamma(x, y, logits, features, step.epoch, grad=True)
             return self._with_penalties({"loss": self.loss(logits, y, gamma).mean()}, model, x, y, logits, features)
 
         def outer(model: nn.Module) -> Tensor:
@@ -362,16 +406,24 @@ class MetaStep:
             if window.start is not None:
                 window.start.restore()
             value, grads = unrolled_gradient(
-                self._eager, self.optimizer, len(window.batches), inner, outer, self.meta_params, self.clip_norm
+                self._eager,
+                self.optimizer,
+                [step.settings for step in window.steps],
+                inner,
+                outer,
+                self.meta_params,
+                self.clip_norm,
             )
         return value, grads, kept[0]
 
-    def _gamma(self, x: Tensor, y: Tensor, logits: Tensor, seen: Tensor | None, grad: bool) -> Tensor | None:
+    def _gamma(
+        self, x: Tensor, y: Tensor, logits: Tensor, seen: Tensor | None, epoch: float, grad: bool
+    ) -> Tensor | None:
         """The gammas of a training batch, a graph into φ if `grad`; the source observes the batch."""
         if self.gamma_net is None:
             return None
         seen = None if seen is None else seen.detach()
-        context = {"logits": logits.detach(), "labels": y, "inputs": x, "epoch": self.epoch}
+        context = {"logits": logits.detach(), "labels": y, "inputs": x, "epoch": epoch}
         with torch.set_grad_enabled(grad):
             observe = getattr(self.gamma_net, "observe", None)
             if observe is not None:
@@ -394,13 +446,6 @@ class MetaStep:
             total = total + weight * terms[f"penalty/{name}"]
         return total
 
-    def _check_finite(self, found: dict[str, float], names: Sequence[str], nonfinite: str) -> None:
-        for name in names:
-            if not math.isfinite(found[name]):
-                if nonfinite == "raise":
-                    raise NonFiniteError(_QUANTITY.get(name, name), found[name], self.count)
-                raise _Skipped(found)
-
 
 _QUANTITY = {
     "grad_norm": "gradient norm",
@@ -410,12 +455,12 @@ _QUANTITY = {
 }
 
 
-class _Skipped(Exception):
-    """A non-finite value under nonfinite="skip"."""
+_OUTER = ("outer", "hypergradient_norm")
 
-    def __init__(self, found: dict[str, float]) -> None:
-        super().__init__()
-        self.found = found
+
+def _non_finite(found: dict[str, float], names: Sequence[str]) -> str | None:
+    """The first of `names` whose value is not finite."""
+    return next((name for name in names if not math.isfinite(found[name])), None)
 
 
 class _Undo:
@@ -427,14 +472,6 @@ class _Undo:
     def __call__(self) -> None:
         for module, buffers in self.saved:
             restore_buffers(module, buffers)
-
-
-@dataclass
-class _Window:
-    """Batches whose steps are unrolled together, each with the random state that its step began with."""
-
-    start: Snapshot | None
-    batches: list[tuple[Tensor, Tensor, RandomState | None]]
 
 
 class _Layer:
@@ -453,8 +490,18 @@ class _Layer:
         if self.name is not None:
             self._hook.remove()
 
-    def _catch(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.output = pool(output.detach())
+    def _catch(self, module: nn.Module, args: Any, output: object) -> None:
+        self.output = pool(output.detach() if isinstance(output, Tensor) else output, self.name)
+
+    def features(self, n: int) -> Tensor:
+        """What was caught, for a batch of n."""
+        require(self.output is not None, f"layer {self.name!r} is not run in the backbone's forward pass")
+        assert self.output is not None
+        require(
+            len(self.output) == n,
+            f"layer {self.name!r} must give one output per sample, got {len(self.output)} for {n} samples",
+        )
+        return self.output
 
 
 def _full(logits: Tensor) -> Tensor:

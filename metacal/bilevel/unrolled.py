@@ -7,7 +7,7 @@ elsewhere and its SGD ignores `maximize`, so these are refused here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,17 +46,17 @@ def check_unrollable(optimizer: Optimizer) -> None:
 def unrolled_gradient(
     model: nn.Module,
     optimizer: Optimizer,
-    n_steps: int,
+    settings: Sequence[Mapping[str, Sequence[float]]],
     inner: Callable[[nn.Module, int], Tensor],
     outer: Callable[[nn.Module], Tensor],
     params: Sequence[Tensor],
     clip_norm: float | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Value and gradient in `params` of `outer(model after n_steps steps)`.
+    """Value and gradient in `params` of `outer(model after as many steps as there are settings)`.
 
-    inner: `(model, i) -> loss` of the i-th step, a graph into `params`. The model, its buffers and its
-    optimizer stay as they are; the random stream moves as the steps move it, and is put back for what `outer`
-    draws.
+    settings: of the optimizer at each step, by name, one value for each parameter group. inner: `(model, i) ->
+    loss` of the i-th step, a graph into `params`. The model, its buffers and its optimizer stay as they are; the
+    random stream moves as the steps move it, and is put back for what `outer` draws.
     """
     import higher
 
@@ -70,8 +70,8 @@ def unrolled_gradient(
     device = next(model.parameters()).device
     context: Any = higher.innerloop_ctx(model, optimizer, copy_initial_weights=True)
     with sdpa_kernel(SDPBackend.MATH), context as (functional, steps):
-        for i in range(n_steps):
-            steps.step(inner(functional, i), grad_callback=clip)
+        for i, override in enumerate(settings):
+            steps.step(inner(functional, i), override=override, grad_callback=clip)
         with RandomState.aside(device):
             value = outer(functional)
         grads = torch.autograd.grad(value, params, allow_unused=True)

@@ -6,7 +6,8 @@ itself is always taken by the real optimizer; only the transpose lives here, one
 entry by entry. Gradient clipping comes before them and couples the entries: `transposed_clip`.
 
 Use: with the gradients in `.grad`, call `transposed_update(optimizer, params)` before `optimizer.step()`, and what it
-returns afterwards.
+returns afterwards. The step may use `.grad` as scratch memory: what is read of it after the step comes from
+`kept_gradients`, taken before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ __all__ = [
     "Cotangents",
     "GroupTranspose",
     "check_supported",
+    "clips",
+    "kept_gradients",
+    "total_norm",
     "transposed_clip",
     "transposed_update",
 ]
@@ -51,6 +55,30 @@ def check_supported(optimizer: Optimizer) -> None:
             f"optimizer must be one of {names} (their steps are the ones the outer problem can differentiate), "
             f"got {type(optimizer).__name__}"
         )
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of all entries of all tensors, a 0-d tensor."""
+    if not tensors:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+
+
+def kept_gradients(optimizer: Optimizer, params: Sequence[Tensor]) -> Cotangents:
+    """The gradients as they are now, to be read after the step: copies of those that the step writes into."""
+    written = {p for group in optimizer.param_groups if _writes_gradients(group) for p in group["params"]}
+    return [p.grad.clone() if p in written and p.grad is not None else p.grad for p in params]
+
+
+def _writes_gradients(group: dict[str, Any]) -> bool:
+    """Whether torch's step leaves something else in `.grad`: its multi-tensor Nesterov adds the momentum there.
+
+    With weight decay or maximize it has made a new tensor before that. `foreach=None` is its choice except on a CPU.
+    """
+    if not group.get("nesterov") or group["weight_decay"] != 0 or group["maximize"] or group.get("fused"):
+        return False
+    foreach = group["foreach"]
+    return any(p.device.type != "cpu" for p in group["params"]) if foreach is None else foreach
 
 
 def transposed_update(
@@ -96,6 +124,11 @@ def transposed_update(
     return apply
 
 
+def clips(total: float, max_norm: float) -> bool:
+    """Whether a gradient of norm `total` is made shorter, so that clipping has a derivative other than 1."""
+    return max_norm / (total + 1e-6) < 1
+
+
 def transposed_clip(grads: Cotangents, total: float, max_norm: float, cotangents: Cotangents) -> float:
     """Transpose of `torch.nn.utils.clip_grad_norm_`, in place on the cotangents up to the factor returned.
 
@@ -104,11 +137,12 @@ def transposed_clip(grads: Cotangents, total: float, max_norm: float, cotangents
         v = s · (u − ⟨c, u⟩ / (s · max_norm · ‖g‖) · c),
 
     the projection off the gradient, up to the 1e-6; elsewhere v = u.
-    grads: the gradients *after* clipping, c. total: the norm before.
+    grads: the gradients *after* clipping, c, as the step received them. total: the norm before. Where
+    `clips(total, max_norm)` is false, grads are not read.
     """
-    scale = max_norm / (total + 1e-6)
-    if scale >= 1:
+    if not clips(total, max_norm):
         return 1.0
+    scale = max_norm / (total + 1e-6)
     pairs = [(c, u) for c, u in zip(grads, cotangents) if c is not None and u is not None]
     if not pairs:
         return scale
@@ -157,11 +191,13 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> 
     beta1, beta2 = (float(b) for b in group["betas"])
     lr, eps = float(group["lr"]), float(group["eps"])
     sign = -1.0 if group["maximize"] else 1.0
-    decay = 0.0 if group.get("decoupled_weight_decay", False) else group["weight_decay"]
-    # with L2 decay g̃ depends on θ before the step, which the step overwrites
-    decayed: list[Tensor] = []
+    # torch before 2.7 marks AdamW by its class alone
+    decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay", False)
+    decay = 0.0 if decoupled else group["weight_decay"]
+    grads = [g for g in kept_gradients(optimizer, params) if g is not None]
     if decay:
-        decayed = [g.mul(sign).add_(p.detach(), alpha=decay) for p in params if (g := p.grad) is not None]
+        # g̃ depends on θ before the step, which the step overwrites
+        grads = [g.mul(sign).add_(p.detach(), alpha=decay) for g, p in zip(grads, params)]
 
     def multiply(which: list[int], tensors: list[Tensor]) -> None:
         for i, u in zip(which, tensors):
@@ -173,9 +209,7 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> 
             m, n = state["exp_avg"], state["exp_avg_sq"]
             root = n.sqrt()
             # g̃ = 0 = m' wherever n' = 0 (it starts at 0): the quotient is 0 there
-            g = decayed[i] if decay else p.grad
-            assert g is not None
-            shape = torch.mul(m, g)
+            shape = torch.mul(m, grads[i])
             shape.div_(root.clamp(min=torch.finfo(root.dtype).tiny))
             shape.mul_((1 - beta2) / root2 * (1.0 if decay else sign))
             if group["amsgrad"]:

@@ -33,6 +33,7 @@ from metacal.errors import InputError, require
 __all__ = ["Eigen", "extreme_eigenpairs", "gn_sharpness", "hessian_sharpness", "lanczos", "top_eigenpairs"]
 
 NOISE, WARM_NOISE = 1.0, 0.1  # length of the random direction in a start vector, beside 1 of the gradient or `start`
+SURE = 99  # products after which the bound alone stops the run
 MAX_BASIS = 40  # vectors kept before the basis is compressed to its best Ritz vectors
 
 
@@ -167,7 +168,7 @@ def lanczos(
         still = len(now) == len(before) and all(abs(a - b) <= tol / 2 * abs(a) + floor for a, b in zip(now, before))
         before = now
         since_random += 1
-        settled = bool(done.all()) and (still or invariant)
+        settled = bool(done.all()) and (still or invariant or products >= SURE)
         if invariant and wanted_count > 1 and since_random != 1:
             settled = False  # copies of a repeated eigenvalue hide outside an invariant subspace
         if settled and which == "magnitude":

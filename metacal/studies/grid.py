@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 from metacal.compose import compose, config_dir
 from metacal.errors import InputError, RunError, require, require_choice
-from metacal.training.folder import RunFolder, folder_of
+from metacal.training.folder import RunFolder, folder_of, require_same_config
 
 __all__ = ["Job", "Study", "load_study", "run_missing", "study_names"]
 
@@ -72,8 +72,11 @@ def load_study(name: str, variant: str | None = None, words: Sequence[str] = ())
             spec["groups"][label] = spec["groups"].get(label, {}) | group
     title = name if variant is None else f"{name}-{variant}"
     jobs = []
+    given = {word.split("=", 1)[0] for word in words}
     for label, group in spec["groups"].items():
         sweep = group.get("sweep", {})
+        for key in given & sweep.keys():
+            raise InputError(f"{key}=… cannot be given: the study sweeps over {key} {list(sweep[key])}")
         for values in itertools.product(*sweep.values()):
             swept = dict(zip(sweep, values))
             command = (
@@ -84,7 +87,11 @@ def load_study(name: str, variant: str | None = None, words: Sequence[str] = ())
                 *words,
             )
             command = _last_of_each(command)
-            jobs.append(Job(label, command, swept, folder_of(compose(command), command)))
+            config = compose(command)
+            folder = folder_of(config, command)
+            if folder.finished:
+                require_same_config(config, folder)
+            jobs.append(Job(label, command, swept, folder))
     root = compose(jobs[0].words)
     return Study(title, spec["report"], jobs, Path(root.runs) / title / "report")
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from metacal.report.command import predict_run
+from metacal.jsonio import to_json
+from metacal.predictions import Predictions
 from metacal.report.figures import reliability_curves
 from metacal.report.report import Report
 from metacal.report.tables import Cell, Column, Table, comparison, summarise
 from metacal.studies.grid import Study, load_series
+from metacal.training.saved import predict_run
 
 __all__ = ["report"]
 
@@ -24,7 +25,7 @@ def report(study: Study) -> list[Path]:
     selected: dict[str, list[dict[str, Any]]] = {}
     last: dict[str, list[dict[str, Any]]] = {}
     series: dict[str, list[Mapping[str, Mapping[int, float]]]] = {}
-    curves = {}
+    curves: dict[str, Predictions] = {}
     for job in study.jobs:
         selected.setdefault(job.label, []).append(job.folder.read_summary())
         p = predict_run(job.folder.path, which="last")
@@ -44,7 +45,7 @@ def report(study: Study) -> list[Path]:
     text += "\n\nThe first run of each: " + "; ".join(commands) + "\n"
     paths = [study.folder / name for name in ("table.md", "numbers.json", "reliability.png")]
     paths[0].write_text(text)
-    paths[1].write_text(json.dumps({"selected": selected, "last": last}, indent=2))
+    paths[1].write_text(to_json({"selected": selected, "last": last}))
     reliability_curves(curves).savefig(paths[2], dpi=130)
     return paths
 

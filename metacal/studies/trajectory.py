@@ -7,7 +7,6 @@ rates of a group. Published values: "Too Sharp, Too Sure: When Calibration Follo
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
+from metacal.errors import require
+from metacal.jsonio import to_json
 from metacal.report.tables import Cell, Column, Spread, Table
 from metacal.studies.grid import Job, Study, load_series
 
@@ -25,21 +26,41 @@ SHARPNESS = "curvature/gn_sharpness"
 SERIES = {
     "train ECE": "train_subset/ece",
     "train KCE": "train_subset/kce",
-    "test ECE": "val_subset/ece",
-    "test KCE": "val_subset/kce",
+    "held-out ECE": "val_subset/ece",
+    "held-out KCE": "val_subset/kce",
 }
 # Pearson correlation with the Gauss-Newton sharpness, mean and standard deviation over four learning rates.
 PUBLISHED = {
-    "GD": {"train ECE": (0.83, 0.08), "train KCE": (0.83, 0.08), "test ECE": (0.96, 0.02), "test KCE": (0.97, 0.01)},
-    "SGD": {"train ECE": (0.84, 0.07), "train KCE": (0.84, 0.08), "test ECE": (0.97, 0.01), "test KCE": (0.97, 0.01)},
-    "AdamW": {"train ECE": (0.72, 0.07), "train KCE": (0.70, 0.08), "test ECE": (0.15, 0.15), "test KCE": (0.21, 0.22)},
+    "GD": {
+        "train ECE": (0.83, 0.08),
+        "train KCE": (0.83, 0.08),
+        "held-out ECE": (0.96, 0.02),
+        "held-out KCE": (0.97, 0.01),
+    },
+    "SGD": {
+        "train ECE": (0.84, 0.07),
+        "train KCE": (0.84, 0.08),
+        "held-out ECE": (0.97, 0.01),
+        "held-out KCE": (0.97, 0.01),
+    },
+    "AdamW": {
+        "train ECE": (0.72, 0.07),
+        "train KCE": (0.70, 0.08),
+        "held-out ECE": (0.15, 0.15),
+        "held-out KCE": (0.21, 0.22),
+    },
     "Muon": {
         "train ECE": (0.63, 0.26),
         "train KCE": (0.61, 0.28),
-        "test ECE": (-0.10, 0.28),
-        "test KCE": (-0.16, 0.31),
+        "held-out ECE": (-0.10, 0.28),
+        "held-out KCE": (-0.16, 0.31),
     },
-    "SAM": {"train ECE": (0.92, 0.04), "train KCE": (0.91, 0.04), "test ECE": (0.98, 0.01), "test KCE": (0.98, 0.01)},
+    "SAM": {
+        "train ECE": (0.92, 0.04),
+        "train KCE": (0.91, 0.04),
+        "held-out ECE": (0.98, 0.01),
+        "held-out KCE": (0.98, 0.01),
+    },
 }
 
 
@@ -63,6 +84,8 @@ def lag_of_best_correlation(a: Sequence[float], b: Sequence[float], max_lag: int
 def coupling(series: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, float]]:
     """For each of `SERIES`: Pearson and Spearman correlation with the sharpness, and the lag of the best one."""
     found: dict[str, dict[str, float]] = {}
+    for key in (SHARPNESS, *SERIES.values()):
+        require(key in series, f"the run's metrics have no {key}: the study needs monitor=full")
     for name, key in SERIES.items():
         steps = sorted(series[key].keys() & series[SHARPNESS].keys())
         a, b = [series[key][s] for s in steps], [series[SHARPNESS][s] for s in steps]
@@ -96,7 +119,7 @@ def report(study: Study) -> list[Path]:
     paths = [study.folder / name for name in ("table.md", "numbers.json", "phase.png", "curves.png")]
     paths[0].write_text(text)
     numbers = [{"label": j.label, **j.swept, "folder": str(j.folder.path), **found[j]} for j in study.jobs]
-    paths[1].write_text(json.dumps(numbers, indent=2))
+    paths[1].write_text(to_json(numbers))
     _phase(study.jobs, series).savefig(paths[2], dpi=130)
     _curves(study.jobs, series).savefig(paths[3], dpi=130)
     return paths
@@ -115,7 +138,10 @@ def _table(labels: Sequence[str], found: Mapping[Job, Mapping[str, Mapping[str, 
         rows,
         "optimizer",
         f"{kind.capitalize()} correlation with the Gauss-Newton sharpness",
-        [f"Mean ± standard deviation over the learning rates ({', '.join(f'{k}: {v}' for k, v in counts.items())})."],
+        [
+            f"Mean ± standard deviation over the learning rates ({', '.join(f'{k}: {v}' for k, v in counts.items())}). "
+            "Held-out images are the validation split here, the test set in the published numbers."
+        ],
     )
 
 
@@ -124,14 +150,14 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def _runs_table(jobs: Sequence[Job], found: Mapping[Job, Mapping[str, Mapping[str, float]]]) -> Table:
-    """Every run by itself: correlations, the lag of test ECE behind the sharpness, and how many points it has."""
+    """Every run by itself: correlations, the lag of held-out ECE behind the sharpness, and how many points it has."""
     columns = [Column(name, name, 2) for name in SERIES]
-    columns += [Column("lag", "lag of test ECE", 0), Column("points", "points", 0)]
+    columns += [Column("lag", "lag of held-out ECE", 0), Column("points", "points", 0)]
     rows: list[tuple[str, list[Cell]]] = []
     for job in jobs:
         f = found[job]
         cells: list[Cell] = [f[name]["pearson"] for name in SERIES]
-        rows.append((_title(job), [*cells, f["test ECE"]["lag"], f["test ECE"]["points"]]))
+        rows.append((_title(job), [*cells, f["held-out ECE"]["lag"], f["held-out ECE"]["points"]]))
     return Table(columns, rows, "run", "Pearson correlation of each run", ["Lag in measurements; > 0: ECE follows."])
 
 
@@ -145,7 +171,7 @@ def _phase(jobs: Sequence[Job], series: Mapping[Job, Mapping[str, Mapping[int, f
     figure = Figure(figsize=(4.2 * len(labels), 7.2), layout="constrained")
     axes = figure.subplots(2, len(labels), squeeze=False)
     for column, label in enumerate(labels):
-        for row, name in enumerate(("train ECE", "test ECE")):
+        for row, name in enumerate(("train ECE", "held-out ECE")):
             ax = axes[row][column]
             for i, job in enumerate([j for j in jobs if j.label == label]):
                 s, key = series[job], SERIES[name]
@@ -165,9 +191,9 @@ def _curves(jobs: Sequence[Job], series: Mapping[Job, Mapping[str, Mapping[int, 
     names = {
         "Gauss–Newton sharpness": SHARPNESS,
         "train ECE": SERIES["train ECE"],
-        "test ECE": SERIES["test ECE"],
+        "held-out ECE": SERIES["held-out ECE"],
         "train accuracy": "train_subset/accuracy",
-        "test accuracy": "val_subset/accuracy",
+        "held-out accuracy": "val_subset/accuracy",
     }
     figure = Figure(figsize=(4.2 * len(labels), 2.6 * len(names)), layout="constrained")
     axes = figure.subplots(len(names), len(labels), squeeze=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class CurvatureMonitor:
     - certificate_ratio: λ_max(G) over its margin bound, at most 1, on the first `certificate` samples
     """
 
-    name = "curvature"
+    name, budgeted = "curvature", True
 
     def __init__(
         self,
@@ -67,6 +68,12 @@ class CurvatureMonitor:
         if state.optimizer is not None:
             values |= self._edge(state, values["curvature/hessian_sharpness"])
         return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: list(vector) for name, vector in self._starts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._starts = dict(state)
 
     def _edge(self, state: State, sharpness: float) -> dict[str, float]:
         assert state.optimizer is not None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from metacal.calibration import TemperatureScaling
 from metacal.compose import compose, to_yaml
@@ -24,10 +24,14 @@ from metacal.report.report import Report, predict
 from metacal.training.folder import RunFolder
 from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import train as train_loop
-from metacal.training.run import build_monitors
+from metacal.training.run import build_watch
 from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, build_parts, choose_device, learns_gamma
 
 __all__ = ["Fit", "fit"]
+
+
+# Keys of a run that arguments of `fit` replace.
+_OUT_OF_REACH = {"baselines", "data", "model", "name", "overwrite", "resume", "run_dir", "runs"}
 
 
 @dataclass
@@ -58,10 +62,10 @@ class Fit:
     @torch.no_grad()
     def predict_proba(self, x: Tensor, scaled: bool = True) -> Tensor:
         """Class probabilities (N, K) of inputs (N, ...), after temperature scaling unless `scaled=False`."""
-        device = next(self.model.parameters()).device
-        transform = self._train.transform if self._train is not None and x.dtype == torch.uint8 else None
-        x = x.to(device)
-        logits, _ = self.backbone.eval()(transform(x) if transform is not None else x)
+        x = x.to(next(self.model.parameters()).device)
+        if x.dtype == torch.uint8 and self._train is not None and self._train.transform is not None:
+            x = self._train.transform(x[:, None] if x.ndim == 3 else x)  # grey images, as `fit` takes them
+        logits, _ = self.backbone.eval()(x)
         return torch.softmax(logits.float() / (self.scaling.temperature if scaled else 1.0), dim=1)
 
     def evaluate(self, data: Any, **keys: Any) -> Report:
@@ -98,17 +102,26 @@ def fit(
         model: from inputs to logits (N, K); its last Linear layer is the head, unless `head` names another.
         train, meta, val: each a pair of tensors (x, y), a Dataset of pairs, or a DataLoader. Where `meta` (for methods
             that learn their gammas) or `val` is missing, a stratified tenth of `train` is set aside for it, which a
-            DataLoader does not allow. `val` selects the epoch and fits the temperature; keep test data out of them all.
+            DataLoader does not allow. A `meta` that the method does not need is added to `train`, so that methods see
+            the same images (DataLoaders cannot be added up: there it stays unused). `val` selects the epoch and fits
+            the temperature; keep test data out of them all.
         method: a name in `configs/method/`, such as gamma_net, focal, cross_entropy.
         epochs, batch_size, seed: of the training; `batch_size` does not touch a DataLoader.
         optimizer: your own over `model.parameters()` (SGD, Adam or AdamW of torch.optim); else the configured one.
-        overrides: any other keys, as on the command line: ``["optimizer.lr=0.05", "meta.engine=difference"]``.
+        overrides: keys of the optimizer, schedule, loss, gamma, meta problem, monitors and precision, as on the command
+            line: ``["optimizer.lr=0.05", "meta.engine=difference"]``.
         run_dir: a folder for checkpoints, metrics.jsonl and TensorBoard's file; None writes nothing.
 
     Raises:
         InputError: for input that cannot be used, before training.
         RunError: for a loss, gradient or hypergradient that is not finite.
     """
+    for word in overrides:
+        key = word.lstrip("+~").split("=", 1)[0]
+        require(
+            key.split(".")[0] not in _OUT_OF_REACH or key == "data.meta_batch_size",
+            f"overrides cannot hold {key}: metacal.fit takes the model, the data and where to write as arguments",
+        )
     words = [f"method={method}", f"seed={seed}", f"data.batch_size={batch_size}", *overrides]
     if epochs is not None:
         words.append(f"epochs={epochs}")
@@ -124,14 +137,16 @@ def fit(
         folder = RunFolder(run_dir)
         require(not folder.config.exists(), f"run_dir {run_dir} already holds a run; choose another")
         folder.create()
-        folder.write_config(to_yaml(config))
-    monitors = build_monitors(config, parts)
+        # Model and data are the caller's own: nothing can be made again from the config alone.
+        own = replace(config, data=replace(config.data, name="own"), model=replace(config.model, name="own"))
+        folder.write_config(to_yaml(own))
+    watch = build_watch(config, parts)
     with torch.random.fork_rng(devices=[chosen] if chosen.type == "cuda" else []):
         torch.manual_seed(seed)
         log = RunLog(folder.path if folder else None)
         console = ConsoleLog(config.method, config.epochs * len(parts.train), config.epochs, enabled=progress)
         try:
-            done, best = train_loop(config, parts, monitors, log, console, folder.path if folder else None)
+            done, best = train_loop(config, parts, watch, log, console, folder.path if folder else None)
         finally:
             console.stop()
             log.close()
@@ -171,6 +186,8 @@ def _batches(
             val, source = _set_aside(source, "val", seed)
         if learns and meta is None:
             meta, source = _set_aside(source, "meta", seed)
+        elif not learns and meta is not None and not isinstance(meta, DataLoader):
+            source = _joined(source, as_split(meta, "meta", device, like=source))
         train = source
     train_batches = as_batches(train, size, seed, "train", device=device)
     meta_batches = None
@@ -197,6 +214,14 @@ def _set_aside(split: Split, name: str, seed: int) -> tuple[Split, Split]:
     names = [str(k) for k in range(n_classes)]
     drawn, rest = stratified_draw(labels, max(n_classes, len(labels) // 10), rng, names, f"{name} (a tenth of train)")
     return _subset(split, drawn, name), _subset(split, rest, split.name)
+
+
+def _joined(a: Split, b: Split) -> Split:
+    """The samples of both, as `a` takes them."""
+    if a.in_memory != b.in_memory or a.yields_labels != b.yields_labels:
+        raise InputError("train and meta must be of one kind (both tensors, or both Datasets) to be joined")
+    storage: Any = torch.cat([a.storage, b.storage]) if a.in_memory else ConcatDataset([a.storage, b.storage])
+    return replace(a, storage=storage, labels=torch.cat([a.labels, b.labels]))
 
 
 def _subset(split: Split, index: np.ndarray, name: str) -> Split:

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from metacal.compose import compose
 from metacal.config import Config
 from metacal.errors import InputError, require
+from metacal.jsonio import to_json
 from metacal.training.checkpoint import write_atomically
 
-__all__ = ["NOT_IN_NAME", "RunFolder", "check_run", "differing_keys", "folder_of", "run_name", "versions"]
+__all__ = [
+    "NOT_IN_NAME",
+    "RunFolder",
+    "check_run",
+    "differing_keys",
+    "folder_of",
+    "require_same_config",
+    "run_name",
+    "versions",
+]
 
 # Keys that say where and how a run is watched, not what it computes: they do not enter its name.
 NOT_IN_NAME = {
@@ -78,8 +94,11 @@ class RunFolder:
         """Make the folder and prove that it can be written.
 
         Raises:
-            InputError: with the reason that the system gives.
+            InputError: with the reason that the system gives, or because somebody else's files lie there.
         """
+        theirs = self.config.is_file() and not {"method", "gamma", "meta"} <= _keys_of(self.config)
+        if theirs or (not self.config.is_file() and any((self.path / "checkpoints").glob("*"))):
+            raise InputError(f"{self.path} holds files that are not a metacal run's; choose another folder")
         try:
             (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
             probe = self.path / ".write-test"
@@ -91,8 +110,28 @@ class RunFolder:
                 "runs=FOLDER or run_dir=FOLDER"
             ) from None
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from working in this folder for the block.
+
+        Raises:
+            InputError: when another one does.
+        """
+        try:
+            import fcntl
+        except ImportError:  # no such locks on this system
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"{self.path} is in use: another process trains there") from None
+            yield
+
     def clear(self) -> None:
-        """Remove what an earlier run left here, and nothing else that may lie in the folder."""
+        """Remove what an earlier run left here: the files that a run writes, no others."""
         for pattern in (
             "config.yaml",
             "metrics.jsonl",
@@ -109,20 +148,28 @@ class RunFolder:
         write_atomically(self.config, lambda file: file.write(text.encode()))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """As JSON, which has no NaN and no infinity: such values become null."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
-        text = json.dumps(finite, indent=2, allow_nan=False)
+        text = to_json(summary)
         write_atomically(self.summary, lambda file: file.write(text.encode() + b"\n"))
 
     def read_summary(self) -> dict[str, Any]:
         return json.loads(self.summary.read_text())
 
 
-def folder_of(config: Config, overrides: Sequence[str]) -> RunFolder:
-    """`config.run_dir`, or the deterministic runs/<name>/<method and overrides>/seed<seed>."""
+def folder_of(config: Config, overrides: Sequence[str], config_file: str | None = None) -> RunFolder:
+    """`config.run_dir`, or the deterministic runs/<name>/<method and overrides>/seed<seed>.
+
+    Of a config file the name takes the part of the run that it lies in, or else a hash of its text.
+    """
     if config.run_dir is not None:
         return RunFolder(config.run_dir)
-    return RunFolder(Path(config.runs) / config.name / run_name(config.method, overrides) / f"seed{config.seed}")
+    base = config.method
+    if config_file is not None:
+        file = Path(config_file).resolve()
+        if file.parent.name.startswith("seed"):
+            base = file.parent.parent.name
+        else:
+            base += f",{file.stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:8]}"
+    return RunFolder(Path(config.runs) / config.name / run_name(base, overrides) / f"seed{config.seed}")
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -137,6 +184,30 @@ def differing_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
         elif a != b:
             keys.append(prefix + key)
     return keys
+
+
+def require_same_config(config: Config, folder: RunFolder) -> None:
+    """A run is gone on with, or its results reused, only under the config that it was started with.
+
+    Raises:
+        InputError: naming the keys that differ.
+    """
+    old = asdict(compose([], folder.config))
+    if keys := differing_keys(old, asdict(config)):
+        state = "a finished" if folder.finished else "an interrupted"
+        how = "choose another name=…" if folder.finished else f"go on with it by resume={folder.path}"
+        raise InputError(
+            f"{folder.path} holds {state} run with another {', '.join(keys)}; {how}, or start over with overwrite=true"
+        )
+
+
+def _keys_of(path: Path) -> set[str]:
+    """The top-level keys of a YAML file; none if it is not one."""
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError):
+        return set()
+    return {str(key) for key in loaded} if isinstance(loaded, dict) else set()
 
 
 def versions() -> dict[str, str]:

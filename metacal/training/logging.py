@@ -36,8 +36,11 @@ LAYOUT = {
     },
     "margins": {
         "quantiles of the true margin": ["Multiline", [f"{_SUBSETS}/margin_q(05|50|95)$"]],
-        "margin moment Q": ["Multiline", ["margin/q$", f"{_SUBSETS}/q$"]],
-        "certificate ratios": ["Multiline", ["margin/ratio_.*$", "curvature/certificate_ratio$"]],
+        "margin moment Q": ["Multiline", ["margin/q$", f"{_SUBSETS}/certificate_q$"]],
+        "certificate ratios": [
+            "Multiline",
+            ["margin/ratio_.*$", f"{_SUBSETS}/certificate_ratio_.*$", "curvature/certificate_ratio$"],
+        ],
     },
     "gamma": {
         "gamma": ["Multiline", ["gamma/(mean|q05|q50|q95)$"]],
@@ -96,8 +99,9 @@ class RunLog:
         for name, value in values.items():
             split, _, measure = name.partition("/")
             by_split.setdefault(split, {})[measure] = value if math.isfinite(value) else None
-            self._writer.add_scalar(name, value, step)
         try:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
             for split, measures in by_split.items():
                 self._file.write(json.dumps({"step": step, "epoch": epoch, "split": split, **measures}) + "\n")
         except OSError as error:

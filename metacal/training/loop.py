@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from metacal.bilevel import NonFiniteError
 from metacal.config import Config
-from metacal.errors import InputError, RunError
+from metacal.errors import InputError, RunError, require
 from metacal.optim import learning_rate_factor
 from metacal.report.figures import reliability_diagram
 from metacal.report.report import predict
 from metacal.training import checkpoint
 from metacal.training.logging import ConsoleLog, RunLog
-from metacal.training.monitors import Budget, Monitor, State, measure_due
+from metacal.training.monitors import State, Watch
 from metacal.training.setup import Parts
 
 __all__ = ["Progress", "train"]
@@ -44,7 +45,7 @@ class Progress:
 def train(
     config: Config,
     parts: Parts,
-    monitors: Sequence[Monitor],
+    watch: Watch,
     log: RunLog,
     console: ConsoleLog,
     folder: Path | None = None,
@@ -71,16 +72,16 @@ def train(
     save_every = max(1, round(config.checkpoint_every * per_epoch))
     log_every = min(config.monitor.log_every, per_epoch)
     state = State(parts.backbone, p.step, p.epoch, parts.optimizer)
-    budget = Budget(config.monitor.max_share)
     best = _best_weights(folder, p)
-    meta_stream: Iterator[tuple[Tensor, Tensor]] | None = None
+    meta_stream: Iterator[tuple[Tensor, ...]] | None = None
     started = time.perf_counter() - p.seconds
     console.start(p.step)
 
     def save() -> None:
         p.seconds = time.perf_counter() - started
+        require_finite_weights(parts.backbone, p.step, folder)
         if folder is not None:
-            checkpoint.save(folder / "checkpoints" / "last.pt", complete_state(parts, p, log))
+            checkpoint.save(folder / "checkpoints" / "last.pt", complete_state(parts, p, watch, log))
 
     while p.epoch < config.epochs:
         parts.backbone.train()
@@ -91,11 +92,12 @@ def train(
                 group["lr"] = lr * factor
 
             began = time.perf_counter()
-            with _naming_the_step(p, folder):
+            with _naming_the_step(p, folder, "the training step"):
                 if parts.meta is not None and step.due and p.epoch >= config.meta.start_epoch:
                     if meta_stream is None:
                         meta_stream = parts.meta.forever(start=p.outer_steps)
-                    values = step.step(x, y, *next(meta_stream))
+                    x_meta, y_meta = next(meta_stream)
+                    values = step.step(x, y, x_meta, y_meta)
                     p.outer_steps += 1
                 else:
                     values = step.step(x, y)
@@ -106,8 +108,9 @@ def train(
             if step.last is not None:
                 state.logits, state.gamma = step.last.logits, step.last.gamma
             seen = values | {"lr": base_lrs[0] * factor, "ms": 1e3 * (time.perf_counter() - began)}
-            _log_step(p, seen, step.skipped, log_every, log)
-            log.scalars(measure_due(monitors, state, validation=False, budget=budget), p.step, p.epoch)
+            _log_step(p, seen, step.skipped, log_every, watch, log)
+            with _naming_the_step(p, folder, "measuring"):
+                log.scalars(watch.measure(state, validation=False), p.step, p.epoch)
             console.step(p.step)
             if stop is not None and stop():
                 save()
@@ -118,7 +121,8 @@ def train(
 
         p.epoch, p.batch = p.epoch + 1, 0
         if p.epoch % config.monitor.val_every == 0 or p.epoch == config.epochs:
-            values = _validate(config, p, parts, state, monitors, log)
+            with _naming_the_step(p, folder, "validation"):
+                values = _validate(config, p, parts, state, watch, log)
             if p.best_epoch == 0 or values["val/nll"] < p.best_nll:
                 p.best_nll, p.best_epoch = values["val/nll"], p.epoch
                 best = {k: v.detach().clone() for k, v in parts.backbone.state_dict().items()}
@@ -151,20 +155,36 @@ def _learning_rate_factor(config: Config, step: int, total: int, per_epoch: int)
     )
 
 
+def require_finite_weights(module: nn.Module, step: int, folder: Path | None) -> None:
+    """Never save weights over good ones when a parameter is infinite or not a number: a step can overflow.
+
+    Raises:
+        RunError: saying what is left.
+    """
+    if not all(bool(torch.isfinite(p).all()) for p in module.parameters()):
+        raise RunError(f"the weights are not finite after step {step}; {_kept(folder)}; lower optimizer.lr")
+
+
+def _kept(folder: Path | None) -> str:
+    if folder is not None and (folder / "checkpoints" / "last.pt").is_file():
+        return f"the last good checkpoint is {folder / 'checkpoints' / 'last.pt'}"
+    return "nothing was saved"
+
+
 @contextmanager
-def _naming_the_step(p: Progress, folder: Path | None) -> Iterator[None]:
-    """Turn a non-finite number into an error that says where it was and what is left."""
+def _naming_the_step(p: Progress, folder: Path | None, what: str) -> Iterator[None]:
+    """Turn a non-finite number, or one that a measure refuses, into an error that says where and what is left."""
+    where = f"at step {p.step + 1} (epoch {p.epoch + 1}, batch {p.batch + 1})"
     try:
         yield
     except NonFiniteError as error:
-        kept = "nothing was saved"
-        if folder is not None and (folder / "checkpoints" / "last.pt").is_file():
-            kept = f"the last good checkpoint is {folder / 'checkpoints' / 'last.pt'}"
         raise RunError(
-            f"non-finite {error.quantity} ({error.value}) at step {p.step + 1} (epoch {p.epoch + 1}, batch "
-            f"{p.batch + 1}); {kept}; lower optimizer.lr, set optimizer.clip_norm, or leave such steps out with "
-            "nonfinite=skip"
+            f"non-finite {error.quantity} ({error.value}) {where}; {_kept(folder)}; lower optimizer.lr, "
+            "set optimizer.clip_norm, or leave such steps out with nonfinite=skip"
         ) from None
+    except InputError as error:
+        where = f"after step {p.step} (epoch {p.epoch + (p.batch > 0)})" if what != "the training step" else where
+        raise RunError(f"{what} {where} failed: {error}; {_kept(folder)}; lower optimizer.lr") from None
 
 
 # What `MetaStep.step` and the loop report of a step, under its name in the log.
@@ -178,7 +198,9 @@ _STEP_NAMES = {
 }
 
 
-def _log_step(p: Progress, values: Mapping[str, float], skipped: int, log_every: int, log: RunLog) -> None:
+def _log_step(
+    p: Progress, values: Mapping[str, float], skipped: int, log_every: int, watch: Watch, log: RunLog
+) -> None:
     """The means of what steps reported since the last line, every `log_every` steps."""
     for name, value in values.items():
         if name in _STEP_NAMES and math.isfinite(value):
@@ -186,22 +208,16 @@ def _log_step(p: Progress, values: Mapping[str, float], skipped: int, log_every:
             p.sums[name] = (total + value, count + 1)
     if p.step % log_every == 0:
         means = {_STEP_NAMES[name]: total / count for name, (total, count) in p.sums.items()}
-        log.scalars(means | ({"train/skipped": float(skipped)} if skipped else {}), p.step, p.epoch)
+        means |= watch.scalars() | ({"train/skipped": float(skipped)} if skipped else {})
+        log.scalars(means, p.step, p.epoch)
         p.sums = {}
 
 
-def _validate(
-    config: Config, p: Progress, parts: Parts, state: State, monitors: Sequence[Monitor], log: RunLog
-) -> dict[str, float]:
+def _validate(config: Config, p: Progress, parts: Parts, state: State, watch: Watch, log: RunLog) -> dict[str, float]:
     """Predictions on val, every monitor that is due, histograms and figures."""
-    try:
-        state.val = predict(parts.backbone, parts.val.epoch(0))
-    except InputError as error:
-        raise RunError(
-            f"validation after step {p.step} (epoch {p.epoch}) failed: {error}; lower optimizer.lr"
-        ) from None
+    state.val = predict(parts.backbone, parts.val.epoch(0))
     state.epoch = p.epoch
-    values = measure_due(monitors, state, validation=True)
+    values = watch.measure(state, validation=True)
     log.scalars(values, p.step, p.epoch)
     log.history.append({"step": p.step, "epoch": p.epoch, **values})
     if config.monitor.histograms:
@@ -215,7 +231,7 @@ def _validate(
     return values
 
 
-def complete_state(parts: Parts, p: Progress, log: RunLog) -> dict[str, Any]:
+def complete_state(parts: Parts, p: Progress, watch: Watch, log: RunLog) -> dict[str, Any]:
     """Everything that decides the rest of the run, as tensors and plain Python."""
     return {
         "progress": asdict(p),
@@ -225,16 +241,19 @@ def complete_state(parts: Parts, p: Progress, log: RunLog) -> dict[str, Any]:
         "optimizer": parts.optimizer.state_dict(),
         "meta_optimizer": parts.meta_optimizer.state_dict() if parts.meta_optimizer is not None else None,
         "step": parts.step.state_dict(),
+        "watch": watch.state_dict(),
         "rng": checkpoint.rng_state(parts.device),
     }
 
 
-def restore(parts: Parts, state: Mapping[str, Any], where: str) -> Progress:
+def restore(parts: Parts, watch: Watch, state: Mapping[str, Any], where: str) -> Progress:
     """Undo to what `complete_state` read; returns the progress.
 
     Raises:
-        InputError: when the state is of another model.
+        InputError: when the state is of another model, or holds weights only.
     """
+    missing = [key for key in ("progress", "optimizer", "step", "watch", "rng") if key not in state]
+    require(not missing, f"{where} cannot be resumed from: it has no {', '.join(missing)}")
     checkpoint.load_weights(parts.backbone, state["backbone"], where)
     parts.optimizer.load_state_dict(state["optimizer"])
     if parts.gamma is not None:
@@ -242,6 +261,7 @@ def restore(parts: Parts, state: Mapping[str, Any], where: str) -> Progress:
     if parts.meta_optimizer is not None:
         parts.meta_optimizer.load_state_dict(state["meta_optimizer"])
     parts.step.load_state_dict(state["step"])
+    watch.load_state_dict(state["watch"])
     checkpoint.set_rng_state(state["rng"], parts.device)
     return Progress(**state["progress"])
 

@@ -3,7 +3,7 @@
 A monitor is anything with a `name`, a cadence `every` and `measure(state) -> {"split/measure": value}`. With
 `every = k > 0` it measures after every k-th training step; with `every = 0` at each validation, when `state.val` holds
 the predictions on the validation split. Monitors never change the training: no parameter, buffer, gradient or global
-generator. What each costs is logged as ``time/monitor_<name>_ms``; `Budget` makes dear ones wait.
+generator. What each costs is logged as ``time/monitor_<name>_ms``; a `Watch` runs them and makes dear ones wait.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,14 +33,13 @@ from metacal.predictions import Predictions
 from metacal.report.report import predict
 
 __all__ = [
-    "Budget",
     "CalibrationMonitor",
     "GammaMonitor",
     "MarginMonitor",
     "Monitor",
     "State",
     "SubsetMonitor",
-    "measure_due",
+    "Watch",
 ]
 
 
@@ -52,8 +51,7 @@ class State:
     step: int = 0
     epoch: int = 0
     optimizer: torch.optim.Optimizer | None = None
-    x: Tensor | None = None  # the last training batch
-    logits: Tensor | None = None  # its logits before its step, detached
+    logits: Tensor | None = None  # of the last training batch, before its step, detached
     gamma: Tensor | None = None  # one for each of its samples
     val: Predictions | None = None  # set at each validation
 
@@ -68,55 +66,68 @@ class Monitor(Protocol):
 
 
 @dataclass
-class Budget:
-    """Keeps what monitors with an `every` of their own cost below a share of the run's time.
+class Watch:
+    """The monitors of a run, and the budget of the dear ones.
 
-    A monitor that is due waits for its next turn while measuring, at the cost of its last time, would lift the share
-    above `max_share`. The first measurement is always taken, since its cost is not known before.
+    Monitors with `budgeted = True` that are due at a step are measured together, so that their values pair, or wait
+    together while measuring them, at the cost of their last time, would lift their share of the run's time above
+    `max_share`. The first measurement is always taken, since its cost is not known before.
     """
 
+    monitors: Sequence[Monitor] = ()
     max_share: float | None = None
-    started: float = field(default_factory=time.perf_counter)
-    spent: float = 0.0  # seconds
-    last: dict[str, float] = field(default_factory=dict)  # name -> seconds
-    waited: int = 0  # measurements put off
+    spent: float = 0.0  # seconds on budgeted monitors
+    waited: int = 0  # times that they waited
+    costs: dict[str, float] = field(default_factory=dict)  # name -> seconds of its last measurement
+    began: float = field(default_factory=time.perf_counter)
 
-    def allows(self, name: str) -> bool:
-        if self.max_share is None or name not in self.last:
+    def measure(self, state: State, validation: bool) -> dict[str, float]:
+        """The values of every monitor that is due now, and the time that each took."""
+        due = [m for m in self.monitors if (m.every == 0 if validation else m.every > 0 and state.step % m.every == 0)]
+        budgeted = [m for m in due if getattr(m, "budgeted", False)]
+        if budgeted and not self._allows([m.name for m in budgeted]):
+            self.waited += 1
+            due = [m for m in due if m not in budgeted]
+        values: dict[str, float] = {}
+        for monitor in due:
+            start = time.perf_counter()
+            values.update(monitor.measure(state))
+            seconds = time.perf_counter() - start
+            values[f"time/monitor_{monitor.name}_ms"] = 1e3 * seconds
+            if monitor in budgeted:
+                self.costs[monitor.name] = seconds
+                self.spent += seconds
+        return values
+
+    def _allows(self, names: Sequence[str]) -> bool:
+        if self.max_share is None or not all(name in self.costs for name in names):
             return True
-        cost = self.last[name]
-        allowed = self.spent + cost <= self.max_share * (time.perf_counter() - self.started + cost)
-        self.waited += not allowed
-        return allowed
+        cost = sum(self.costs[name] for name in names)
+        return self.spent + cost <= self.max_share * (time.perf_counter() - self.began + cost)
 
-    def charge(self, name: str, seconds: float) -> None:
-        self.last[name] = seconds
-        self.spent += seconds
+    def scalars(self) -> dict[str, float]:
+        """What the budgeted monitors have cost so far; nothing when there are none."""
+        if not self.costs:
+            return {}
+        share = self.spent / max(time.perf_counter() - self.began, 1e-9)
+        return {"time/monitor_share": share, "time/monitor_waited": float(self.waited)}
 
-    @property
-    def share(self) -> float:
-        return self.spent / max(time.perf_counter() - self.started, 1e-9)
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain Python; what a resumed run needs to go on measuring as if it had never stopped."""
+        return {
+            "elapsed": time.perf_counter() - self.began,
+            "spent": self.spent,
+            "waited": self.waited,
+            "costs": dict(self.costs),
+            "monitors": {m.name: m.state_dict() for m in self.monitors if hasattr(m, "state_dict")},
+        }
 
-
-def measure_due(
-    monitors: Sequence[Monitor], state: State, validation: bool, budget: Budget | None = None
-) -> dict[str, float]:
-    """The values of every monitor that is due now, and the time that each took."""
-    values: dict[str, float] = {}
-    for monitor in monitors:
-        due = monitor.every == 0 if validation else monitor.every > 0 and state.step % monitor.every == 0
-        if not due or (budget is not None and not validation and not budget.allows(monitor.name)):
-            continue
-        start = time.perf_counter()
-        values.update(monitor.measure(state))
-        seconds = time.perf_counter() - start
-        values[f"time/monitor_{monitor.name}_ms"] = 1e3 * seconds
-        if budget is not None and not validation:
-            budget.charge(monitor.name, seconds)
-            values["time/monitor_share"] = budget.share
-            if budget.waited:
-                values["time/monitor_waited"] = float(budget.waited)
-    return values
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.began = time.perf_counter() - state["elapsed"]
+        self.spent, self.waited, self.costs = state["spent"], state["waited"], dict(state["costs"])
+        for monitor in self.monitors:
+            if monitor.name in state["monitors"]:
+                monitor.load_state_dict(state["monitors"][monitor.name])  # type: ignore[attr-defined]
 
 
 def calibration_values(p: Predictions, n_bins: int) -> dict[str, float]:
@@ -152,15 +163,17 @@ class MarginMonitor:
 
     name, every = "margin", 0
 
+    def __init__(self, n_bins: int = 15) -> None:
+        self.n_bins = n_bins
+
     def measure(self, state: State) -> dict[str, float]:
         assert state.val is not None
-        return margin_values(state.val)
+        return {f"margin/{k}": v for k, v in certificate_values(state.val, self.n_bins).items()}
 
 
-def margin_values(p: Predictions) -> dict[str, float]:
+def certificate_values(p: Predictions, n_bins: int) -> dict[str, float]:
     """`ece_certificate` as numbers to log."""
-    c = ece_certificate(p)
-    return {f"margin/{k}": float(v) for k, v in vars(c).items() if isinstance(v, (int, float)) and v is not None}
+    return {k: float(v) for k, v in vars(ece_certificate(p, n_bins=n_bins)).items() if v is not None}
 
 
 class SubsetMonitor:
@@ -168,8 +181,10 @@ class SubsetMonitor:
 
     Logged as ``<name>/ece``, …, with quantiles of the true and the predicted margin, ``<name>/margin_q05``, ….
     With `robust_eps`, an L∞ radius in the inputs' own (normalised) units, also the mean robust margin from above (PGD)
-    and to first order.
+    and to first order; ``<name>/certificate_…`` are both sides of the margin bounds on ECE.
     """
+
+    budgeted = True
 
     def __init__(
         self, name: str, x: Tensor, y: Tensor, every: int, n_bins: int = 15, robust_eps: float | None = None
@@ -188,8 +203,7 @@ class SubsetMonitor:
         ):
             found = torch.quantile(margin.double(), quantiles).tolist()
             values |= {f"{name}_{q}": value for q, value in zip(("q05", "q50", "q95"), found)}
-        c = ece_certificate(p, n_bins=self.n_bins)
-        values |= {"q": c.q, "gamma_min": c.gamma_min}
+        values |= {f"certificate_{k}": v for k, v in certificate_values(p, self.n_bins).items()}
         if self.robust_eps is not None:
             upper, first_order = robust_margin(state.backbone, self.x, self.y, self.robust_eps)
             values |= {"robust_margin": float(upper.mean()), "robust_margin_first_order": float(first_order.mean())}

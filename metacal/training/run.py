@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from metacal.report.report import Report, predict
 from metacal.report.tables import comparison
 from metacal.training import checkpoint
 from metacal.training.curvature_monitor import CurvatureMonitor
-from metacal.training.folder import RunFolder, differing_keys, versions
+from metacal.training.folder import RunFolder, require_same_config, versions
 from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import Progress, restore, train
-from metacal.training.monitors import CalibrationMonitor, GammaMonitor, MarginMonitor, Monitor, SubsetMonitor
+from metacal.training.monitors import CalibrationMonitor, GammaMonitor, MarginMonitor, Monitor, SubsetMonitor, Watch
 from metacal.training.setup import (
     Parts,
     build_backbone,
@@ -38,7 +38,7 @@ from metacal.training.setup import (
     training_batches,
 )
 
-__all__ = ["Outcome", "build_monitors", "run", "show_together"]
+__all__ = ["Outcome", "build_watch", "run", "show_together"]
 
 
 @dataclass
@@ -66,20 +66,30 @@ def run(config: Config, folder: RunFolder, overrides: Sequence[str] = ()) -> Out
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
-    going_on = folder.interrupted and not config.overwrite
-    if going_on:
-        _require_same_config(config, folder)
+    if folder.interrupted and not config.overwrite:
+        require_same_config(config, folder)
     data = prepare_data(config, device)
     backbone = build_backbone(config, data, device)
     train_batches, meta_batches = training_batches(config, data)
     parts = build_parts(config, backbone, train_batches, meta_batches, evaluation_batches(data.val))
-    monitors = build_monitors(config, parts)
-    state = checkpoint.load(folder.last, device) if going_on else None
-    progress = restore(parts, state, str(folder.last)) if state else Progress()
+    watch = build_watch(config, parts)
+    folder.create()
+    with folder.locked():
+        return _run_in(folder, config, data, parts, watch, overrides)
+
+
+def _run_in(
+    folder: RunFolder, config: Config, data: Data, parts: Parts, watch: Watch, overrides: Sequence[str]
+) -> Outcome:
+    """The run itself, with all of its parts at hand and the folder its own."""
+    state = None
+    if folder.interrupted and not config.overwrite:
+        state = checkpoint.load(folder.last, parts.device)
+    progress = restore(parts, watch, state, str(folder.last)) if state else Progress()
     if state is None:
-        folder.create()
         folder.clear()
-        folder.write_config(to_yaml(config))
+        # How this command was given is not part of what a later one should repeat.
+        folder.write_config(to_yaml(replace(config, overwrite=False, resume=None, run_dir=None, baselines=[])))
         torch.manual_seed(config.seed)  # what dropout draws from
 
     log = RunLog(folder.path, {"step": progress.step, "metrics_bytes": state["metrics_bytes"]} if state else None)
@@ -95,13 +105,13 @@ def run(config: Config, folder: RunFolder, overrides: Sequence[str] = ()) -> Out
         log.text("command", f"`{command}`")
     try:
         with _stop_on_signals() as stop:
-            progress, best = train(config, parts, monitors, log, console, folder.path, progress, stop)
+            progress, best = train(config, parts, watch, log, console, folder.path, progress, stop)
         parts.backbone.load_state_dict(best)
         summary = _measure(config, data, parts, progress, folder, log)
         summary |= {"command": command, "versions": versions(), "parameters": _count(parts)}
         folder.write_summary(summary)
     except KeyboardInterrupt:
-        console.line(f"interrupted and saved; go on with: metacal train resume={folder.path}")
+        console.line(f"interrupted; what was saved goes on with: metacal train resume={folder.path}")
         return Outcome(folder, {}, status=130)
     finally:
         console.stop()
@@ -109,25 +119,13 @@ def run(config: Config, folder: RunFolder, overrides: Sequence[str] = ()) -> Out
     return Outcome(folder, summary, status=0)
 
 
-def _require_same_config(config: Config, folder: RunFolder) -> None:
-    """An interrupted run goes on only under the config that it was started with."""
-    from metacal.compose import compose
-
-    old = asdict(compose([], folder.config))
-    if keys := differing_keys(old, asdict(config)):
-        raise InputError(
-            f"{folder.path} holds an interrupted run with another {', '.join(keys)}; go on with it by "
-            f"resume={folder.path}, or start over with overwrite=true"
-        )
-
-
-def build_monitors(config: Config, parts: Parts) -> list[Monitor]:
+def build_watch(config: Config, parts: Parts) -> Watch:
     """The monitors that `config.monitor` asks for. The calibration of val is always there: it selects the epoch."""
     m = config.monitor
     monitors: list[Monitor] = [CalibrationMonitor(m.n_bins)]
     if m.name == "off":
-        return monitors
-    monitors.append(MarginMonitor())
+        return Watch(monitors)
+    monitors.append(MarginMonitor(m.n_bins))
     if parts.gamma is not None:
         monitors.append(GammaMonitor(min(m.log_every, len(parts.train))))
     if m.every:
@@ -152,7 +150,7 @@ def build_monitors(config: Config, parts: Parts) -> list[Monitor]:
                     seed=config.seed,
                 )
             )
-    return monitors
+    return Watch(monitors, m.max_share)
 
 
 def _measure(
@@ -245,8 +243,8 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: bool(asked)
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for which, handler in previous.items():
+            signal.signal(which, handler)
 
 
 def show_together(outcomes: Sequence[Outcome]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from metacal.calibration.surrogates import Outer, build_outer
 from metacal.config import Config
 from metacal.data import Batches, Data, LoaderBatches, Split, build_data
 from metacal.errors import InputError, require
-from metacal.gamma import FLSD, FixedGamma, GammaNet, ScalarGamma, StepGamma
+from metacal.gamma import FLSD, FixedGamma, GammaNet, ScalarGamma, StepGamma, pool
 from metacal.models import Backbone, build_model
 from metacal.optim import build_optimizer, parameter_groups
 
@@ -217,7 +218,7 @@ def _gamma_inputs(config: Config, backbone: Backbone, train: AnyBatches) -> int:
     layer = config.gamma.layer or ""
     require(layer in modules, f"gamma.layer must name a module of the backbone, got {layer!r}")
     widths: list[int] = []
-    hook = modules[layer].register_forward_hook(lambda _m, _i, output: widths.append(output.shape[1]))
+    hook = modules[layer].register_forward_hook(lambda _m, _i, output: widths.append(pool(output, layer).shape[1]))
     mode = backbone.training
     try:
         with torch.no_grad():
@@ -234,5 +235,8 @@ def build_objective(config: Config) -> Outer:
     m = config.meta
     weights = m.objective if isinstance(m.objective, dict) else {m.objective: 1.0}
     keys = {"bandwidth": m.bandwidth, "self_term": m.self_term, "norm": m.norm}
-    terms = {name: {"weight": weight, **keys} if name == "sece" else weight for name, weight in weights.items()}
+    terms: dict[str, Any] = {}
+    for name, weight in weights.items():
+        own = weight if isinstance(weight, dict) else {"weight": weight}
+        terms[name] = keys | own if name == "sece" else own
     return build_outer(terms, reference_points=m.reference_points, bank_size=m.bank_batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from reference.hyper import central_differences, outer_value
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from metacal import losses
 from metacal.bilevel import MetaStep
 from metacal.calibration.surrogates import nll
 from metacal.gamma import ScalarGamma
@@ -19,6 +21,16 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.3),
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.05),
+    "nesterov_bare": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "nesterov_groups": lambda p: SGD(
+        [
+            {"params": p[:2], "nesterov": True},
+            {"params": p[2:4]},
+            {"params": p[4:], "nesterov": True, "maximize": True},
+        ],
+        lr=0.05,
+        momentum=0.9,
+    ),
     "dampening": lambda p: SGD(p, lr=0.2, momentum=0.8, dampening=0.3, weight_decay=0.01),
     "groups": lambda p: SGD([{"params": p[::2], "lr": 0.3}, {"params": p[1::2]}], lr=0.05, momentum=0.5),
     "sgd_maximize": lambda p: SGD(p, lr=0.1, momentum=0.9, maximize=True),
@@ -29,7 +41,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "adamw": lambda p: AdamW(p, lr=0.02, weight_decay=0.2),
     "adamw_groups": lambda p: AdamW([{"params": p[:2], "lr": 0.05, "amsgrad": True}, {"params": p[2:]}], lr=0.01),
 }
-UNROLLED = ("sgd", "momentum", "nesterov", "dampening", "groups")
+UNROLLED = ("sgd", "momentum", "nesterov", "nesterov_bare", "dampening", "groups")
 
 
 def settle(problem: Problem, optimizer: Optimizer, steps: int, clip_norm: float | None) -> MetaStep:
@@ -104,6 +116,20 @@ def test_optimizers(name: str, clip_norm: float | None) -> None:
         assert error(hypergradient(meta, problem, "higher"), truth) < 1e-6
 
 
+@pytest.mark.parametrize("kernel", ["foreach", "fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kernels_of_the_optimizer(name: str, kernel: str) -> None:
+    """The multi-tensor steps, which torch takes by itself on a GPU, may use the gradient as scratch memory."""
+    problem = make_problem("mlp")
+    optimizer = OPTIMIZERS[name](list(problem.backbone.parameters()))
+    for group in optimizer.param_groups:
+        group[kernel] = True
+    meta = settle(problem, optimizer, 3, 0.05)
+    truth = reference(meta, problem)
+    assert error(hypergradient(meta, problem, "forward"), truth) < 1e-6
+    assert error(hypergradient(meta, problem, "reverse"), truth) < 1e-6
+
+
 @pytest.mark.parametrize("steps", [0, 1, 49])
 @pytest.mark.parametrize("name", ["momentum", "dampening", "adam", "adam_l2", "amsgrad", "adamw"])
 def test_first_second_and_fiftieth_step(name: str, steps: int) -> None:
@@ -176,6 +202,48 @@ def test_windows_of_several_steps_are_unrolled_together() -> None:
     assert torch.equal(gamma.score, before)
     meta.step(*problem.batches)
     torch.testing.assert_close(before - gamma.score.detach(), expected)
+
+
+def test_a_window_is_unrolled_with_the_settings_and_the_epoch_that_each_step_had() -> None:
+    """As two steps of a copy of the backbone, with a learning rate and an epoch of their own."""
+
+    class Epochs(ScalarGamma):
+        def forward(self, features: Tensor | None = None, *, epoch: float = 0, **_: object) -> Tensor:
+            return super().forward() * (1 + epoch)
+
+    problem = make_problem("mlp")
+    gamma = Epochs(2.0).double()
+    optimizer = SGD(problem.backbone.parameters(), lr=0.3, momentum=0.9)
+    start = copy.deepcopy((problem.backbone, optimizer))
+    settings = [(0.3, 0.9, 0), (0.1, 0.5, 1)]
+
+    def value() -> float:
+        backbone, opt = copy.deepcopy(start)
+        for lr, momentum, epoch in settings:
+            opt.param_groups[0].update(lr=lr, momentum=momentum)
+            opt.zero_grad()
+            losses.focal(backbone(problem.x)[0], problem.y, gamma(epoch=epoch).detach()).mean().backward()
+            opt.step()
+        with torch.no_grad():
+            return float(nll(backbone(problem.x_meta)[0], problem.y_meta))
+
+    truth = central_differences(value, list(gamma.parameters()))
+    meta = MetaStep(
+        problem.backbone,
+        optimizer,
+        gamma,
+        SGD(gamma.parameters(), lr=1.0),
+        outer="nll",
+        engine="higher",
+        every=2,
+        engine_options={"steps": 2},
+    )
+    before = gamma.score.detach().clone()
+    for lr, momentum, epoch in settings:
+        optimizer.param_groups[0].update(lr=lr, momentum=momentum)
+        meta.epoch = epoch
+        meta.step(*problem.batches)
+    assert error((before - gamma.score.detach()).flatten(), truth) < 1e-6
 
 
 def test_penalties_are_in_the_step_but_not_in_the_cross_derivative() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
 from typing import Any
 
@@ -182,6 +183,50 @@ def test_ablation_inputs(input: str) -> None:
     assert meta.last is not None and meta.last.gamma is not None and meta.last.gamma.std() > 0
 
 
+class Blocks(nn.Module):
+    """Layers of every kind of output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.conv = nn.Linear(4, 6), nn.Conv2d(3, 5, 1)
+        self.rows, self.head = nn.Linear(6, 2), nn.Linear(6, 3)
+        self.attend, self.spare = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.conv(x)
+        tokens = self.embed(x.flatten(1).reshape(len(x), -1, 4))
+        self.rows(tokens.flatten(0, 1))
+        return self.head(tokens + self.attend(tokens, tokens, tokens)[0]).mean(1)
+
+
+@pytest.mark.parametrize(("layer", "width"), [("embed", 6), ("conv", 5)])
+def test_gamma_reads_a_layer_of_tokens_or_of_space(layer: str, width: int) -> None:
+    problem = make_problem("mlp")
+    problem.backbone = Blocks().double()
+    problem.gamma_net = GammaNet(width, input="layer", layer=layer).double()
+    meta = make_step(problem, engine="reverse")
+    assert "outer" in meta.step(*problem.batches)
+
+
+@pytest.mark.parametrize(
+    ("layer", "match"),
+    [
+        ("attend", r"layer 'attend' must give one tensor of shape .* got a tuple"),
+        ("rows", r"layer 'rows' must give one output per sample, got 108 for 9 samples"),
+        ("spare", r"layer 'spare' is not run"),
+    ],
+)
+def test_a_layer_that_gives_no_features_is_named(layer: str, match: str) -> None:
+    problem = make_problem("mlp")
+    problem.backbone = Blocks().double()
+    problem.gamma_net = GammaNet(2, input="layer", layer=layer).double()
+    meta = make_step(problem, engine="reverse")
+    kept = everything(meta)
+    with pytest.raises(InputError, match=match):
+        meta.step(*problem.batches)
+    assert all(torch.equal(a, b) for a, b in zip(kept, everything(meta), strict=True))
+
+
 class Poisoned(nn.Module):
     """Logits that become NaN when asked to."""
 
@@ -221,11 +266,16 @@ def test_non_finite_outer_loss_withholds_the_gamma_step() -> None:
     problem = make_problem("mlp")
     meta = make_step(problem, outer=lambda logits, labels: logits.sum() * math.inf)
     before = [p.clone() for p in problem.gamma_net.parameters()]
-    with pytest.raises(NonFiniteError, match="outer loss"):
+    start = [p.clone() for p in problem.backbone.parameters()]
+    with pytest.raises(NonFiniteError, match=r"outer loss .* at step 0"):
         meta.step(*problem.batches)
     assert all(torch.equal(a, b) for a, b in zip(before, problem.gamma_net.parameters()))
+    # the backbone's step was taken, and counts
+    assert meta.count == 1 and meta.skipped == 0
+    assert not any(torch.equal(a, b) for a, b in zip(start, problem.backbone.parameters()))
     meta.nonfinite = "skip"
     assert meta.step(*problem.batches)["skipped"] == 1.0
+    assert meta.count == 2 and meta.skipped == 1
     assert all(torch.equal(a, b) for a, b in zip(before, problem.gamma_net.parameters()))
 
 
@@ -279,6 +329,96 @@ def test_state_returns() -> None:
     other = make_step(make_problem("mlp"), every=2)
     other.load_state_dict(meta.state_dict())
     assert other.due and other.count == 1
+
+
+def windowed(seed: int = 0, **keys: Any) -> MetaStep:
+    """Three of every four steps unrolled together, of a net with dropout and a gamma-net that keeps statistics."""
+    problem = make_problem("dropout", seed)
+    problem.backbone = Poisoned(problem.backbone)
+    return make_step(problem, engine="higher", every=4, engine_options={"steps": 3}, clip_norm=1.0, **keys)
+
+
+def some_batches(n: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    return [make_problem("dropout", seed=100 + i).batches for i in range(n)]
+
+
+def saved(meta: MetaStep) -> io.BytesIO:
+    file = io.BytesIO()
+    modules = (meta.backbone, meta.gamma_net, meta.optimizer, meta.meta_optimizer, meta)
+    torch.save([*(m.state_dict() for m in modules), torch.get_rng_state()], file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("meta_first", [False, True])
+def test_a_run_resumed_within_a_window_is_the_unstopped_one_bit_for_bit(stop: int, meta_first: bool) -> None:
+    batches, meta = some_batches(9), windowed()
+    torch.manual_seed(4)
+    for i, batch in enumerate(batches):
+        if i == stop:
+            file = saved(meta)
+        meta.optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+        meta.step(*batch)
+    other = windowed(seed=1)
+    *states, stream = torch.load(file, weights_only=True)
+    owners = [other.backbone, other.gamma_net, other.optimizer, other.meta_optimizer, other]
+    pairs = list(zip(owners, states, strict=True))
+    for owner, state in reversed(pairs) if meta_first else pairs:
+        owner.load_state_dict(state)
+    torch.set_rng_state(stream)
+    for i in range(stop, len(batches)):
+        other.optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+        other.step(*batches[i])
+    assert all(torch.equal(a, b) for a, b in zip(everything(meta), everything(other), strict=True))
+    assert meta.count == other.count == 9
+
+
+def test_a_saved_window_holds_its_batches_and_not_what_they_are_views_of() -> None:
+    meta = windowed()
+    data, labels = torch.randn(10_000, 3, 4, 4).double(), torch.zeros(10_000, dtype=torch.int64)
+    meta.step(data[:9], labels[:9])
+    before = len(saved(meta).getbuffer())
+    meta.step(data[:9], labels[:9])
+    assert len(saved(meta).getbuffer()) - before < 100_000
+
+
+@pytest.mark.parametrize("bad", [{1}, {2}, {1, 2}, {3}])
+@pytest.mark.parametrize("how", ["skip", "raise", "input"])
+def test_a_step_that_is_not_taken_is_not_unrolled(bad: set[int], how: str) -> None:
+    """The gamma source then learns through the steps that were taken, as if the batch had not come."""
+    batches, meta = some_batches(4), windowed(nonfinite="raise" if how == "raise" else "skip")
+    meta.backbone.eval()  # no dropout: the comparison draws from another place of the random stream
+    taken = [i for i in range(4) if i not in bad] if how == "skip" else list(range(4))
+    meta.meta_optimizer = SGD(meta.gamma_net.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in meta.gamma_net.parameters()]
+    expected = None
+    for i, batch in enumerate(batches):
+        if i == 1 and 3 in taken:
+            xs, ys = zip(*((batches[j][0], batches[j][1]) for j in taken if j >= 1))
+            expected = meta.hypergradient(list(xs), list(ys), *batches[3][2:])
+        if i in bad:
+            if how == "input":
+                with pytest.raises(InputError, match="same number"):
+                    meta.step(batch[0], batch[1][:-1], *batch[2:])
+            else:
+                meta.backbone.bad = True
+                if how == "raise":
+                    with pytest.raises(NonFiniteError):
+                        meta.step(*batch)
+                else:
+                    assert meta.step(*batch)["skipped"] == 1.0
+                meta.backbone.bad = False
+            if how == "skip":
+                continue
+        meta.step(*batch)
+    assert meta.count == 4
+    moved = [b - p.detach() for b, p in zip(before, meta.gamma_net.parameters())]
+    if expected is None:
+        assert all(not m.any() for m in moved)
+    else:
+        for m, h in zip(moved, expected):
+            torch.testing.assert_close(m, h, rtol=1e-7, atol=1e-12)
 
 
 class NoForwardMode(torch.autograd.Function):

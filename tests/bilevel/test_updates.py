@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from metacal.bilevel.updates import transposed_clip, transposed_update
+from metacal.bilevel.updates import kept_gradients, total_norm, transposed_clip, transposed_update
 
 SIZES = (3, 1)
 
@@ -70,6 +70,55 @@ def test_transposed_update(make: Callable[[list[nn.Parameter]], Optimizer], step
     optimizer.step()
     found, factor = apply([part.clone() for part in cotangent.split(SIZES)])
     torch.testing.assert_close(torch.cat([f for f in found if f is not None]) * factor, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kernel", ["single", "foreach", "fused"])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["nesterov", "momentum", "adam", "adamw", "amsgrad"])
+def test_kept_gradients_are_those_before_the_step(kind: str, decay: float, maximize: bool, kernel: str) -> None:
+    """Whatever torch's step does to `.grad`; without a copy unless it does something."""
+    params = [nn.Parameter(torch.full((n,), 0.5, dtype=torch.float64)) for n in SIZES]
+    keys = {"lr": 0.1, "weight_decay": decay, "maximize": maximize, "foreach": kernel == "foreach"}
+    keys["fused"] = kernel == "fused"
+    if kind in ("nesterov", "momentum"):
+        optimizer: Optimizer = SGD(params, momentum=0.9, nesterov=kind == "nesterov", **keys)
+    elif kind == "adamw":
+        optimizer = AdamW(params, **keys)
+    else:
+        optimizer = Adam(params, amsgrad=kind == "amsgrad", **keys)
+    for step in range(2):
+        grads = [torch.full((n,), 1.0 + step, dtype=torch.float64) for n in SIZES]
+        for p, g in zip(params, grads):
+            p.grad = g.clone()
+        kept = kept_gradients(optimizer, params)
+        optimizer.step()
+        assert all(torch.equal(k, g) for k, g in zip(kept, grads, strict=True))
+        untouched = all(torch.equal(p.grad, g) for p, g in zip(params, grads))
+        assert untouched == all(k is p.grad for k, p in zip(kept, params))
+
+
+def test_adamw_is_decoupled_by_its_class() -> None:
+    """Older releases of torch have no `decoupled_weight_decay` in its groups."""
+    found = []
+    for marked in (True, False):
+        p = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+        optimizer = AdamW([p], lr=0.1, eps=1e-2, weight_decay=0.3)
+        p.grad = torch.tensor([0.3, 0.1], dtype=torch.float64)
+        (group,) = optimizer.param_groups
+        mark = None if marked else group.pop("decoupled_weight_decay", None)
+        apply = transposed_update(optimizer, [p])
+        if mark is not None:
+            group["decoupled_weight_decay"] = mark
+        optimizer.step()
+        found.append(apply([torch.ones(2, dtype=torch.float64)])[0][0])
+    assert torch.equal(found[0], found[1])
+
+
+def test_total_norm() -> None:
+    tensors = [torch.tensor([[3.0, 0.0]]), torch.tensor(4.0), torch.tensor([12.0], dtype=torch.float64), torch.ones(0)]
+    assert float(total_norm(tensors)) == 13.0
+    assert float(total_norm([])) == 0.0
 
 
 def test_parameters_that_the_step_does_not_move() -> None:

@@ -33,7 +33,7 @@ def test_coupling_pairs_values_of_the_same_step():
     found = coupling(series)
     assert found["train ECE"]["pearson"] == pytest.approx(1.0) and found["train ECE"]["points"] == 10
     assert found["train KCE"]["spearman"] == pytest.approx(-1.0) and found["train KCE"]["pearson"] > -1
-    assert np.isnan(found["test ECE"]["pearson"])
+    assert np.isnan(found["held-out ECE"]["pearson"])
 
 
 def test_a_study_composes_all_of_its_runs_before_any_starts():
@@ -46,6 +46,7 @@ def test_a_study_composes_all_of_its_runs_before_any_starts():
         (("trajectry",), "did you mean 'trajectory'"),
         (("trajectory", "fst"), "did you mean 'fast'"),
         (("trajectory", None, ["optimizer.lrr=1"]), "did you mean 'optimizer.lr'"),
+        (("trajectory", None, ["optimizer.lr=0.1"]), "the study sweeps over optimizer.lr"),
     ):
         with pytest.raises(InputError, match=message):
             grid.load_study(*arguments)
@@ -70,7 +71,7 @@ def test_a_tiny_study_from_end_to_end(tmp_path, monkeypatch, capsys):
     report = tmp_path / "runs" / "tiny" / "report"
     assert {p.name for p in report.iterdir()} == {"table.md", "numbers.json", "phase.png", "curves.png"}
     numbers = json.loads((report / "numbers.json").read_text())
-    assert len(numbers) == 2 and all(-1 <= n["test ECE"]["pearson"] <= 1 for n in numbers)
+    assert len(numbers) == 2 and all(-1 <= n["held-out ECE"]["pearson"] <= 1 for n in numbers)
     assert main(["study", "tiny", "jobs=2"]) == 0
     assert "2 finished, 0 to do" in capsys.readouterr().out
     assert main(["study", "tiny", "jobs=x"]) == 2

@@ -94,6 +94,23 @@ def test_uint8_images_are_normalised_alike_in_training_and_prediction():
     assert report.to_dict()["accuracy"] == pytest.approx(float(accuracy))
 
 
+def test_grey_images_without_a_channel_dimension():
+    x = torch.randint(256, (60, 4, 4), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    y = torch.arange(60) % 2
+    result = metacal.fit(nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), (x, y), method="focal", **KEYS)
+    assert result.predict_proba(x).shape == (60, 2)
+
+
+def test_methods_without_a_meta_split_train_on_it():
+    """The same call for every method: all of them see the same images."""
+    data, meta, val = blobs(150), blobs(50, 1), blobs(60, 2)
+    both = (torch.cat([data[0], meta[0]]), torch.cat([data[1], meta[1]]))
+    a = metacal.fit(net(), data, meta, val, method="focal", **KEYS)
+    b = metacal.fit(net(), both, None, val, method="focal", **KEYS)
+    for p, q in zip(a.model.parameters(), b.model.parameters()):
+        assert torch.equal(p, q)
+
+
 def test_a_run_folder_on_request(tmp_path):
     metacal.fit(net(), blobs(300), run_dir=tmp_path / "run", **KEYS)
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
@@ -116,6 +133,8 @@ def test_a_run_folder_on_request(tmp_path):
         ({"epochs": 0}, "epochs must be >= 1"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)}, "optimizer must hold parameters"),
         ({"overrides": ["meta.engin=reverse"]}, "did you mean 'meta.engine'"),
+        ({"overrides": ["model=resnet20"]}, "overrides cannot hold model"),
+        ({"overrides": ["data.crop_padding=2"]}, "overrides cannot hold data.crop_padding"),
     ],
 )
 def test_bad_input_is_refused_before_training(arguments, message):

@@ -16,7 +16,7 @@ from metacal.curvature import gn_sharpness, hessian_sharpness
 from metacal.models import Backbone
 from metacal.predictions import Predictions
 from metacal.training.curvature_monitor import CurvatureMonitor
-from metacal.training.monitors import Budget, GammaMonitor, MarginMonitor, State, SubsetMonitor, measure_due
+from metacal.training.monitors import GammaMonitor, MarginMonitor, State, SubsetMonitor, Watch
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_monitors_leave_the_training_as_it_was(problem):
     expected = torch.get_rng_state()
     state = State(backbone, step=10, optimizer=optimizer)
     monitors = [SubsetMonitor("train_subset", x, y, 10, robust_eps=0.1), CurvatureMonitor(x, y, 5, certificate=16)]
-    values = measure_due(monitors, state, validation=False)
+    values = Watch(monitors).measure(state, validation=False)
     assert {"train_subset/ece", "train_subset/robust_margin", "curvature/gn_sharpness"} <= values.keys()
     assert torch.equal(torch.get_rng_state(), expected)
     assert backbone.training and all(p.grad is None for p in backbone.parameters())
@@ -47,6 +47,7 @@ def test_monitors_leave_the_training_as_it_was(problem):
 def test_subset_monitor_logs_the_measures_of_its_subset(problem):
     backbone, x, y = problem
     values = SubsetMonitor("val_subset", x, y, 1).measure(State(backbone))
+    assert values["val_subset/certificate_value"] <= values["val_subset/certificate_mean_miss"]
     with torch.no_grad():
         p = Predictions.from_logits(backbone.eval()(x)[0], y)
     assert values["val_subset/ece"] == pytest.approx(float(ece(p)), rel=1e-9)
@@ -127,38 +128,66 @@ def test_margin_monitor_certificates_hold():
     assert not values.get("margin/violated", 0)
 
 
-class Dear:
-    name, every = "dear", 1
+class Clocked:
+    """A monitor that takes a second of a clock that tests set."""
 
-    def __init__(self):
-        self.calls = 0
+    budgeted = True
+
+    def __init__(self, name, now, every=1):
+        self.name, self.every, self.now, self.calls = name, every, now, 0
 
     def measure(self, state):
+        self.now[0] += 1.0
         self.calls += 1
-        return {"dear/value": 1.0}
+        return {f"{self.name}/value": float(state.step)}
 
 
-def test_a_budget_makes_dear_monitors_wait(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("metacal.training.monitors.time.perf_counter", lambda: now[0])
+@pytest.fixture
+def now(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("metacal.training.monitors.time.perf_counter", lambda: clock[0])
+    return clock
 
-    class Clocked(Dear):
-        def measure(self, state):
-            now[0] += 1.0  # a second a measurement
-            return super().measure(state)
 
-    monitor, budget = Clocked(), Budget(0.1, started=0.0)
-    values = {}
-    for step in range(1, 501):
+def test_a_budget_makes_dear_monitors_wait_together_and_cheap_ones_never(now):
+    a, b, gamma = Clocked("a", now), Clocked("b", now), GammaMonitor(1)
+    watch = Watch([a, b, gamma], 0.1, began=0.0)
+    state = State(nn.Identity(), logits=torch.zeros(4, 2), gamma=torch.arange(4.0))
+    seen = []
+    for step in range(1, 1001):
         now[0] += 0.1  # a tenth of a second a step
-        values |= measure_due([monitor], State(nn.Identity(), step=step), validation=False, budget=budget)
-    assert 4 <= monitor.calls <= 6  # 50 s of training pay for 5 s of measuring
-    assert monitor.calls / now[0] <= 0.1 + 1 / now[0]
-    assert values["time/monitor_waited"] > 0
-    free = Clocked()
+        state.step = step
+        values = watch.measure(state, validation=False)
+        assert "gamma/mean" in values
+        assert ("a/value" in values) == ("b/value" in values)  # their values pair
+        seen.append("a/value" in values)
+    assert 4 <= a.calls == b.calls <= 7  # 100 s of training pay for about 11 s of measuring, 2 s a turn
+    assert seen[-300:].count(True) >= 1  # they do not starve
+    assert watch.spent / now[0] <= 0.1
+    assert watch.scalars() == {"time/monitor_share": watch.spent / now[0], "time/monitor_waited": 1000.0 - a.calls}
+
+
+def test_without_a_budget_every_turn_is_taken(now):
+    monitor = Clocked("a", now, every=2)
+    watch = Watch([monitor])
     for step in range(1, 11):
-        measure_due([free], State(nn.Identity(), step=step), validation=False, budget=Budget(None))
-    assert free.calls == 10
+        watch.measure(State(nn.Identity(), step=step), validation=False)
+    assert monitor.calls == 5
+
+
+def test_a_watch_resumes_with_its_account_and_its_monitors_state(now, problem):
+    backbone, x, y = problem
+    watch = Watch([CurvatureMonitor(x, y, 1)], 0.5, began=0.0)
+    now[0] = 7.0
+    watch.measure(State(backbone, step=1), validation=False)
+    state = watch.state_dict()
+    other = Watch([CurvatureMonitor(x, y, 1)], 0.5, began=0.0)
+    now[0] = 100.0
+    other.load_state_dict(state)
+    assert other.began == 93.0 and other.state_dict() == state | {"monitors": other.state_dict()["monitors"]}
+    a = watch.measure(State(backbone, step=2), validation=False)
+    b = other.measure(State(backbone, step=2), validation=False)
+    assert a["curvature/gn_sharpness"] == b["curvature/gn_sharpness"]  # from the same eigenvector
 
 
 def test_full_monitor_in_a_run_and_curvature_of_its_checkpoints(tmp_path, capsys):

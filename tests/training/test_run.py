@@ -48,6 +48,7 @@ def assert_same_run(a: Path, b: Path) -> None:
         for state in (left, right):
             if "progress" in state:
                 state["progress"].pop("seconds"), state["progress"]["sums"].pop("ms", None)
+                state.pop("watch")  # its account of times; its monitors' states have a test of their own
         assert_equal(left, right, name)
     for split in ("val", "test"):
         with np.load(a / "predictions" / f"{split}.npz") as x, np.load(b / "predictions" / f"{split}.npz") as y:
@@ -159,6 +160,15 @@ def test_the_runs_own_config_gives_the_same_run(finished, tmp_path):
     assert_same_run(finished, tmp_path / "again")
 
 
+def test_json_has_no_infinity(tmp_path, capsys):
+    np.savez(tmp_path / "p.npz", probs=np.array([[1.0, 0.0], [0.5, 0.5]]), labels=np.array([1, 0]))
+    assert main(["evaluate", str(tmp_path / "p.npz"), "--json", "--resamples", "0"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["nll"] is None
+    assert main(["evaluate", str(tmp_path / "p.npz"), "--figure", "x.doc"]) == 2
+    assert main(["evaluate", str(tmp_path / "p.npz"), "--resamples", "0", "--figure", "/nonexistent/x.png"]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
 def start(folder: Path, *more: str) -> subprocess.Popen:
     words = [*WORDS, f"run_dir={folder}", "checkpoint_every=0.2", *more]
     return subprocess.Popen(
@@ -250,6 +260,86 @@ def test_a_sweep_makes_every_run_and_skips_finished_ones(tmp_path, capsys, monke
     capsys.readouterr()
     assert main(words) == 0
     assert capsys.readouterr().out.count("skipped") == 4
+
+
+def test_default_folders_can_be_given_back_to_the_command(tmp_path, monkeypatch, capsys):
+    """They hold commas and equal signs, which mean something to Hydra."""
+    monkeypatch.chdir(tmp_path)
+    words = ["method=cross_entropy", "optimizer.lr=0.05", "data.train_size=200", "epochs=1", "monitor.resamples=0"]
+    assert main(["train", *words]) == 0
+    (run,) = Path("runs/default").glob("*/seed0")
+    assert "," in str(run) and "=" in str(run)
+    assert main(["train", f"{run}/config.yaml", "seed=3"]) == 0
+    assert (run.parent / "seed3" / "summary.json").is_file()
+    assert main(["train", f"{run}/config.yaml", "seed=3"]) == 2
+    assert "finished run" in capsys.readouterr().err
+    (run / "summary.json").unlink()  # as if it had been stopped at the end
+    assert main(["train", f"resume={run}"]) == 0
+    assert (run / "summary.json").is_file()
+
+
+def test_results_are_reused_only_under_the_same_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "epochs=1", "data.train_size=200", "monitor.resamples=0", "method=cross_entropy"]
+    assert main([*words, "-m", "seed=0,1"]) == 0
+    assert main([*words, "-m", "seed=0,1", "monitor.n_bins=10"]) == 2
+    assert "finished run with another monitor.n_bins" in capsys.readouterr().err
+    assert main([*words, "baselines=[focal]", "monitor.n_bins=10"]) == 2
+    assert "finished run with another monitor.n_bins" in capsys.readouterr().err
+
+
+def test_overwriting_is_not_remembered(tmp_path):
+    folder = tmp_path / "run"
+    words = ["train", "epochs=1", "data.train_size=200", "monitor.resamples=0", f"run_dir={folder}"]
+    assert main([*words, "overwrite=true", "baselines=[]"]) == 0
+    text = (folder / "config.yaml").read_text()
+    for line in ("overwrite: false", "run_dir: null", "resume: null", "baselines: []"):
+        assert line in text
+
+
+def test_other_peoples_files_are_left_alone(tmp_path, capsys):
+    theirs = tmp_path / "theirs"
+    (theirs / "checkpoints").mkdir(parents=True)
+    (theirs / "checkpoints" / "mine.pt").write_text("precious")
+    words = ["train", "epochs=1", "data.train_size=200", f"run_dir={theirs}", "overwrite=true"]
+    assert main(words) == 2
+    (theirs / "config.yaml").write_text("mine: 1\n")
+    assert main(words) == 2
+    assert "not a metacal run's" in capsys.readouterr().err
+    assert (theirs / "checkpoints" / "mine.pt").read_text() == "precious"
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path, capsys):
+    from metacal.training.folder import RunFolder
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with RunFolder(folder).locked():
+        assert main(["train", "epochs=1", "data.train_size=200", f"run_dir={folder}"]) == 2
+    assert "is in use" in capsys.readouterr().err
+
+
+def test_a_sweep_with_a_bad_value_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "-m", "optimizer.lr=0.1,-1", "epochs=1"]) == 2
+    assert "optimizer.lr must be >= 0" in capsys.readouterr().err
+    assert main(["train", "-m", "seed=0,1", "baselines=[focal]"]) == 2
+    assert "are for one run" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("config.yaml"))
+
+
+def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(finished):
+    from metacal.errors import RunError
+    from metacal.training.loop import require_finite_weights
+
+    net = torch.nn.Linear(2, 2)
+    require_finite_weights(net, 7, finished)
+    with torch.no_grad():
+        net.bias[1] = float("inf")
+    with pytest.raises(RunError, match=r"not finite after step 7; the last good checkpoint is .*last\.pt"):
+        require_finite_weights(net, 7, finished)
+    with pytest.raises(RunError, match="nothing was saved"):
+        require_finite_weights(net, 7, None)
 
 
 def test_an_unwritable_folder_says_so(tmp_path, capsys):

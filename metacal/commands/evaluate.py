@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from metacal.errors import InputError, require
+from metacal.jsonio import to_json
 
 if TYPE_CHECKING:
-    from metacal.predictions import Predictions
     from metacal.report.report import Report
 
-__all__ = ["Parser", "evaluate_command", "predict_run"]
+__all__ = ["Parser", "evaluate_command"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,6 +53,12 @@ def evaluate_command(argv: Sequence[str]) -> int:
         not arguments.figure or len(arguments.what) == 1,
         f"--figure goes with one RUN or FILE, got {len(arguments.what)}",
     )
+    if arguments.figure:
+        suffixes = (".png", ".pdf", ".svg", ".jpg")
+        require(
+            Path(arguments.figure).suffix in suffixes,
+            f"--figure must end in {', '.join(suffixes)}, got {arguments.figure!r}",
+        )
     for what in arguments.what:  # all of them before any work
         require(Path(what).exists(), f"{what} does not exist")
     found = {}
@@ -67,13 +72,14 @@ def evaluate_command(argv: Sequence[str]) -> int:
         if arguments.figure:
             report.reliability_diagram().savefig(arguments.figure, dpi=150)
     if arguments.json:
-        print(json.dumps(found if len(found) > 1 else next(iter(found.values())), indent=2))
+        print(to_json(found if len(found) > 1 else next(iter(found.values()))))
     return 0
 
 
 def _report(what: str, arguments: argparse.Namespace) -> Report:
     from metacal.predictions import Predictions
     from metacal.report.report import Report
+    from metacal.training.saved import predict_run
 
     keys = {"n_bins": arguments.n_bins, "resamples": arguments.resamples}
     if Path(what).is_file():
@@ -81,33 +87,3 @@ def _report(what: str, arguments: argparse.Namespace) -> Report:
     predictions = predict_run(what, arguments.device, arguments.checkpoint)
     val = predictions["val"] if arguments.split == "test" else None
     return Report(predictions[arguments.split], val, split=arguments.split, **keys)
-
-
-def predict_run(path: str | Path, device_name: str = "auto", which: str = "best") -> dict[str, Predictions]:
-    """Predictions of a run's best (or last) checkpoint on its val and test splits.
-
-    Raises:
-        InputError: when the folder is no run, has no checkpoint, or its data have changed since.
-    """
-    from metacal.compose import compose
-    from metacal.report.report import predict
-    from metacal.training import checkpoint
-    from metacal.training.folder import check_run
-    from metacal.training.setup import build_backbone, choose_device, evaluation_batches, prepare_data
-
-    folder = check_run(path)
-    file = folder.best if which == "best" else folder.last
-    require(file.is_file(), f"{path} has no checkpoint yet (checkpoints/{file.name})")
-    config = compose([], folder.config)
-    device = choose_device(device_name)
-    data = prepare_data(config, device)
-    if folder.finished:
-        was = folder.read_summary()["data"]["fingerprint"]
-        require(
-            was == data.fingerprint,
-            f"the test split of {path} is not the one that it was trained with (fingerprint {data.fingerprint}, "
-            f"was {was}): {config.data.path or config.data.name} has changed",
-        )
-    backbone = build_backbone(config, data, device)
-    checkpoint.load_weights(backbone, checkpoint.load(file, device)["backbone"], str(file))
-    return {split.name: predict(backbone, evaluation_batches(split).epoch(0)) for split in (data.val, data.test)}

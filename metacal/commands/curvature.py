@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from metacal.commands.evaluate import Parser
 from metacal.errors import require
-from metacal.report.command import Parser
+from metacal.jsonio import to_json
 
 __all__ = ["curvature_command"]
 
@@ -50,12 +50,14 @@ def curvature_command(argv: Sequence[str]) -> int:
     starts: dict = {}
     for file in files:
         checkpoint.load_weights(backbone, checkpoint.load(file, device)["backbone"], str(file))
-        values = curvature_values(backbone, x, y, tol=arguments.tolerance, starts=starts, seed=config.seed)
+        values = curvature_values(
+            backbone, x, y, tol=arguments.tolerance, batch_size=config.data.batch_size, starts=starts
+        )
         p = predict(backbone, (x, y))
         found[file.name] = {"epoch": checkpoint_epoch(file), "accuracy": accuracy(p), "ece": ece(p)}
         found[file.name] |= {k.removeprefix("curvature/"): v for k, v in values.items()}
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(to_json(found))
         return 0
     columns = [
         Column("epoch", "Epoch", 0),

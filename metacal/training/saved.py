@@ -1,0 +1,40 @@
+"""A run's model and predictions, made again from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metacal.compose import compose
+from metacal.errors import require
+from metacal.predictions import Predictions
+from metacal.report.report import predict
+from metacal.training import checkpoint
+from metacal.training.folder import check_run
+from metacal.training.setup import build_backbone, choose_device, evaluation_batches, prepare_data
+
+__all__ = ["predict_run"]
+
+
+def predict_run(path: str | Path, device_name: str = "auto", which: str = "best") -> dict[str, Predictions]:
+    """Predictions of a run's best (or last) checkpoint on its val and test splits.
+
+    Raises:
+        InputError: when the folder is no run, has no checkpoint, or its data have changed since.
+    """
+
+    folder = check_run(path)
+    file = folder.best if which == "best" else folder.last
+    require(file.is_file(), f"{path} has no checkpoint yet (checkpoints/{file.name})")
+    config = compose([], folder.config)
+    device = choose_device(device_name)
+    data = prepare_data(config, device)
+    if folder.finished:
+        was = folder.read_summary()["data"]["fingerprint"]
+        require(
+            was == data.fingerprint,
+            f"the test split of {path} is not the one that it was trained with (fingerprint {data.fingerprint}, "
+            f"was {was}): {config.data.path or config.data.name} has changed",
+        )
+    backbone = build_backbone(config, data, device)
+    checkpoint.load_weights(backbone, checkpoint.load(file, device)["backbone"], str(file))
+    return {split.name: predict(backbone, evaluation_batches(split).epoch(0)) for split in (data.val, data.test)}

@@ -32,12 +32,14 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
+from metacal.curvature.layers import examples_depend
 from metacal.curvature.problem import Problem, check_vector, logit_gradient, logit_hessian
 from metacal.errors import InputError, require
 from metacal.forward_mode import dual_level
 
 __all__ = ["Curvature", "ggn_product", "hessian_product"]
 
+BLOCK = 128
 ROUTES = ("auto", "double-vjp", "forward")
 
 
@@ -103,14 +105,19 @@ class Curvature:
     ) -> None:
         require(route in ROUTES, f"route must be one of {', '.join(ROUTES)}, got {route!r}")
         self.problem = Problem.of(model, x, y, loss, randomness, seed)
-        self._parts = self.problem.parts(chunk_size)
+        self._keep_all = chunk_size is None
+        self._parts = self.problem.parts(self._block() if chunk_size is None else chunk_size)
+        if len(self._parts) > 1 and chunk_size is not None:
+            with self.problem.math():
+                why = examples_depend(self.problem)
+            require(why is None, f"chunk_size={chunk_size} < {len(x)} examples changes the result, since {why}")
         self.params = self.problem.params
         self.size = sum(p.numel() for p in self.params)
         self.gn_route: str | None = None
         self.hessian_route: str | None = None
         self._asked = route
         self._versions = [p._version for p in self.params]
-        self._kept: tuple[int, _Recorded] | None = None
+        self._kept: dict[int, _Recorded] = {}
         self._logits: list[Tensor | None] = [None] * len(self._parts)
         self._failed: dict[str, str] = {}  # routes to J v that do not work here, and why
         self._checked = False
@@ -127,7 +134,7 @@ class Curvature:
 
     def release(self) -> None:
         """Free the recorded graphs; the next product would record them anew."""
-        self._kept = None
+        self._kept.clear()
 
     def __len__(self) -> int:
         return len(self.problem)
@@ -148,6 +155,18 @@ class Curvature:
             return float((z - target).square().mean())
         return float(-z.log_softmax(1).gather(1, y[:, None]).mean())
 
+    def _block(self) -> int | None:
+        """Examples in a block of a kept graph: convolutions run faster on blocks that fit the caches.
+
+        Measured on ResNet-20 and 512 images: 128 at a time takes two thirds of the time of all at once.
+        """
+        p = self.problem
+        convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in p.model.modules())
+        if not convolutional or len(p) <= BLOCK or p.x.device.type != "cpu" or p.randomness != "refuse":
+            return None
+        with p.math():
+            return BLOCK if examples_depend(p) is None else None
+
     # -- recording -------------------------------------------------------------------------------------------
 
     def _record(self, i: int, second: bool = False) -> _Recorded:
@@ -157,17 +176,18 @@ class Curvature:
             "parameters changed since this Curvature was made: make a new one",
         )
         part = self._parts[i]
-        if self._kept is not None and self._kept[0] == i:
-            kept = self._kept[1]
+        if i in self._kept:
+            kept = self._kept[i]
         else:
-            self._kept = None  # free the last chunk's graphs before building this one's
+            if not self._keep_all:
+                self._kept.clear()  # free the last chunk's graphs before building this one's
             z = part.logits()
             require(z.requires_grad, "logits do not depend on any trainable parameter")
             if self._logits[i] is None:
                 part.check_logits(z)
                 self._logits[i] = z.detach()
             kept = _Recorded(z)
-            self._kept = (i, kept)
+            self._kept[i] = kept
         if second and kept.g is None:
             u = logit_gradient(kept.z, part.y, part.loss) / len(self.problem)
             kept.g = list(torch.autograd.grad(kept.z, self.params, u, create_graph=True, allow_unused=True))
@@ -287,11 +307,12 @@ class Curvature:
 
     def prepare(self, matrix: str) -> None:
         """Record now what products with `matrix` ("gn", "hessian") will use, so that `gradient` comes free with it."""
-        if len(self._parts) > 1:
+        if not self._keep_all:
             return
         with self.problem.math():
             if matrix == "hessian" or self._gn_routes(0)[0] == "double-vjp":
-                self._record(0, second=True)
+                for i in range(len(self._parts)):
+                    self._record(i, second=True)
 
     def gn(self, v: Sequence[Tensor]) -> list[Tensor]:
         """G v, like the parameters."""

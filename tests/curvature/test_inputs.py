@@ -212,7 +212,7 @@ def test_release_frees_and_the_next_product_records_anew() -> None:
     c = Curvature(model, x, y)
     first = dense.flat(c.gn(v))
     c.release()
-    assert c._kept is None
+    assert not c._kept
     assert torch.equal(dense.flat(c.gn(v)), first)
 
 

@@ -292,3 +292,14 @@ def test_forward_over_reverse_gives_the_same_hessian_product() -> None:
         with Curvature(model, x, y) as c:
             c.hessian_route = "forward-over-reverse"
             assert close(c.hessian(v), dense.hessian(model, x, y) @ dense.flat(v))
+
+
+def test_large_batches_of_a_convolutional_network_are_kept_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metacal.curvature.products.BLOCK", 3)
+    for name, blocks in (("cnn batchnorm eval", 3), ("cnn batchnorm train", 1)):
+        model, x, y = build(name, n=7)
+        v = vector_like(dense.trainable(model))
+        with Curvature(model, x, y) as c:
+            assert close(c.gn(v), dense.ggn(model, x) @ dense.flat(v))
+            assert close(c.hessian(v), dense.hessian(model, x, y) @ dense.flat(v))
+            assert len(c._kept) == blocks

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference import curvature as dense
 from torch import Tensor, nn
 
-from metacal.curvature import gn_trace, hessian_trace
+from metacal.curvature import gn_sharpness, gn_trace, hessian_trace
 from metacal.curvature.layers import capture, per_example_gram
 from metacal.curvature.problem import Problem, factor_columns, logit_factor
 from metacal.curvature.trace import signs_at
@@ -266,6 +266,8 @@ def test_coupled_examples_are_noticed_whatever_couples_them() -> None:
     model, x, y = CustomBatchCentring(), torch.randn(6, 6, dtype=torch.float64), torch.randint(0, K, (6,))
     e = gn_trace(model, x, y, exact=True)
     assert "an example's logits change" in e.method
+    with pytest.raises(InputError, match="changes the result, since an example's logits change"):
+        gn_sharpness(model, x, y, chunk_size=2)
     assert e.value == pytest.approx(float(dense.ggn(model, x).trace()), rel=1e-9)
 
 

@@ -1,8 +1,8 @@
 """Calibration and curvature along the trajectory: how closely ECE follows the Gauss–Newton sharpness in a run.
 
-For every run the series of train and val ECE (and KCE) and of the Gauss–Newton sharpness of the training subset, over
-the logged steps, give one Pearson correlation each; a table cell is its mean ± standard deviation over the learning
-rates of a group. Published values: "Too Sharp, Too Sure: When Calibration Follows Curvature" (arXiv 2604.20614).
+For every run the series of train and val ECE (and KCE) and of the Gauss–Newton sharpness, over the logged steps, give one
+Pearson correlation each; a table cell is its mean ± standard deviation over the learning rates of a group. The sharpness of
+held-out ECE is once that of the training images and once that of the held-out images themselves. Published values: "Too Sharp, Too Sure: When Calibration Follows Curvature" (arXiv 2604.20614).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from metacal.studies.grid import Job, Study, load_series
 __all__ = ["coupling", "lag_of_best_correlation", "report"]
 
 SHARPNESS = "curvature/gn_sharpness"
+HELD_OUT_SHARPNESS = "curvature/held_out_gn_sharpness"
 SERIES = {
     "train ECE": "train_subset/ece",
     "train KCE": "train_subset/kce",
@@ -81,14 +82,18 @@ def lag_of_best_correlation(a: Sequence[float], b: Sequence[float], max_lag: int
     return best
 
 
-def coupling(series: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, float]]:
-    """For each of `SERIES`: Pearson and Spearman correlation with the sharpness, and the lag of the best one."""
+def coupling(series: Mapping[str, Mapping[int, float]], own: bool = False) -> dict[str, dict[str, float]]:
+    """For each of `SERIES`: Pearson and Spearman correlation with the sharpness, and the lag of the best one.
+
+    The sharpness is that of the training images; with `own`, for held-out series, that of the held-out images.
+    """
     found: dict[str, dict[str, float]] = {}
-    for key in (SHARPNESS, *SERIES.values()):
+    for key in (SHARPNESS, HELD_OUT_SHARPNESS, *SERIES.values()):
         require(key in series, f"the run's metrics have no {key}: the study needs monitor=full")
     for name, key in SERIES.items():
-        steps = sorted(series[key].keys() & series[SHARPNESS].keys())
-        a, b = [series[key][s] for s in steps], [series[SHARPNESS][s] for s in steps]
+        sharpness = series[HELD_OUT_SHARPNESS if own and name.startswith("held-out") else SHARPNESS]
+        steps = sorted(series[key].keys() & sharpness.keys())
+        a, b = [series[key][s] for s in steps], [sharpness[s] for s in steps]
         if len(steps) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
             found[name] = {"pearson": float("nan"), "spearman": float("nan"), "lag": 0.0, "points": float(len(steps))}
             continue
@@ -107,9 +112,17 @@ def report(study: Study) -> list[Path]:
     study.folder.mkdir(parents=True, exist_ok=True)
     series = {job: load_series(job.folder) for job in study.jobs}
     found = {job: coupling(s) for job, s in series.items()}
+    own = {job: coupling(s, own=True) for job, s in series.items()}
     labels = list(dict.fromkeys(job.label for job in study.jobs))
-    tables = [_table(labels, found, kind) for kind in ("pearson", "spearman")]
-    tables.append(_runs_table(study.jobs, found))
+    tables = [
+        _table(labels, f, kind, whose)
+        for f, whose in ((found, "of the training images"), (own, "of the same images"))
+        for kind in ("pearson", "spearman")
+    ]
+    tables += [
+        _runs_table(study.jobs, found, "of the training images"),
+        _runs_table(study.jobs, own, "of the same images"),
+    ]
     text = "\n\n".join(table.render("markdown") for table in tables)
     minutes = sum(job.folder.read_summary()["time/train_s"] for job in study.jobs) / 60
     command = study.jobs[0].folder.read_summary()["command"]
@@ -118,14 +131,19 @@ def report(study: Study) -> list[Path]:
         print(table.render("text"), end="\n\n")
     paths = [study.folder / name for name in ("table.md", "numbers.json", "phase.png", "curves.png")]
     paths[0].write_text(text)
-    numbers = [{"label": j.label, **j.swept, "folder": str(j.folder.path), **found[j]} for j in study.jobs]
+    numbers = [
+        {"label": j.label, **j.swept, "folder": str(j.folder.path), "training sharpness": found[j], "own": own[j]}
+        for j in study.jobs
+    ]
     paths[1].write_text(to_json(numbers))
     _phase(study.jobs, series).savefig(paths[2], dpi=130)
     _curves(study.jobs, series).savefig(paths[3], dpi=130)
     return paths
 
 
-def _table(labels: Sequence[str], found: Mapping[Job, Mapping[str, Mapping[str, float]]], kind: str) -> Table:
+def _table(
+    labels: Sequence[str], found: Mapping[Job, Mapping[str, Mapping[str, float]]], kind: str, whose: str
+) -> Table:
     rows: list[tuple[str, list[Cell]]] = []
     for label in labels:
         values = {name: [f[name][kind] for j, f in found.items() if j.label == label] for name in SERIES}
@@ -137,7 +155,7 @@ def _table(labels: Sequence[str], found: Mapping[Job, Mapping[str, Mapping[str, 
         [Column(name, name, 2) for name in SERIES],
         rows,
         "optimizer",
-        f"{kind.capitalize()} correlation with the Gauss-Newton sharpness",
+        f"{kind.capitalize()} correlation with the Gauss-Newton sharpness {whose}",
         [
             f"Mean ± standard deviation over the learning rates ({', '.join(f'{k}: {v}' for k, v in counts.items())}). "
             "Held-out images are the validation split here, the test set in the published numbers."
@@ -149,7 +167,7 @@ def _spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else float("nan"))
 
 
-def _runs_table(jobs: Sequence[Job], found: Mapping[Job, Mapping[str, Mapping[str, float]]]) -> Table:
+def _runs_table(jobs: Sequence[Job], found: Mapping[Job, Mapping[str, Mapping[str, float]]], whose: str) -> Table:
     """Every run by itself: correlations, the lag of held-out ECE behind the sharpness, and how many points it has."""
     columns = [Column(name, name, 2) for name in SERIES]
     columns += [Column("lag", "lag of held-out ECE", 0), Column("points", "points", 0)]
@@ -158,7 +176,13 @@ def _runs_table(jobs: Sequence[Job], found: Mapping[Job, Mapping[str, Mapping[st
         f = found[job]
         cells: list[Cell] = [f[name]["pearson"] for name in SERIES]
         rows.append((_title(job), [*cells, f["held-out ECE"]["lag"], f["held-out ECE"]["points"]]))
-    return Table(columns, rows, "run", "Pearson correlation of each run", ["Lag in measurements; > 0: ECE follows."])
+    return Table(
+        columns,
+        rows,
+        "run",
+        f"Pearson correlation of each run, sharpness {whose}",
+        ["Lag in measurements; > 0: ECE follows."],
+    )
 
 
 def _title(job: Job) -> str:
@@ -175,11 +199,14 @@ def _phase(jobs: Sequence[Job], series: Mapping[Job, Mapping[str, Mapping[int, f
             ax = axes[row][column]
             for i, job in enumerate([j for j in jobs if j.label == label]):
                 s, key = series[job], SERIES[name]
-                steps = sorted(s[key].keys() & s[SHARPNESS].keys())
-                x, y = [s[SHARPNESS][t] for t in steps], [s[key][t] for t in steps]
+                sharpness = s[HELD_OUT_SHARPNESS if row else SHARPNESS]
+                steps = sorted(s[key].keys() & sharpness.keys())
+                x, y = [sharpness[t] for t in steps], [s[key][t] for t in steps]
                 (line,) = ax.plot(x, y, lw=1, color=f"C{i}", label=_title(job))
                 ax.plot(x[-1:], y[-1:], "o", ms=5, color=line.get_color())
-            ax.set(xscale="log", xlabel="Gauss–Newton sharpness", ylabel=name, title=f"{label}: {name}")
+            ax.set(
+                xscale="log", xlabel="Gauss–Newton sharpness of the same images", ylabel=name, title=f"{label}: {name}"
+            )
             ax.grid(alpha=0.3)
             ax.legend(fontsize=7)
     return figure
@@ -190,6 +217,7 @@ def _curves(jobs: Sequence[Job], series: Mapping[Job, Mapping[str, Mapping[int, 
     labels = list(dict.fromkeys(job.label for job in jobs))
     names = {
         "Gauss–Newton sharpness": SHARPNESS,
+        "held-out sharpness": HELD_OUT_SHARPNESS,
         "train ECE": SERIES["train ECE"],
         "held-out ECE": SERIES["held-out ECE"],
         "train accuracy": "train_subset/accuracy",
@@ -206,8 +234,9 @@ def _curves(jobs: Sequence[Job], series: Mapping[Job, Mapping[str, Mapping[int, 
                 if key == SHARPNESS and "curvature/edge" in s:
                     ax.axhline(next(iter(s["curvature/edge"].values())), ls=":", lw=0.8, color=f"C{i}")
             ax.set(xlabel="step", ylabel=name, title=f"{label}: {name}")
-            if key == SHARPNESS:
+            if key in (SHARPNESS, HELD_OUT_SHARPNESS):
                 ax.set_yscale("log")
+            if key == SHARPNESS:
                 ax.legend(fontsize=7)
             ax.grid(alpha=0.3)
     return figure

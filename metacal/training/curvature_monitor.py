@@ -35,6 +35,7 @@ class CurvatureMonitor:
     - edge: the sharpness at which the step on a quadratic diverges, 2 (1 + β)/η for SGD with momentum β
       (2 (1 + β)/((1 + 2β) η) with Nesterov's), and edge_ratio, hessian_sharpness over it; for Adam and AdamW the edge
       2 (1 + β₁)/((1 − β₁) η) of the preconditioned_sharpness (Cohen et al. 2022)
+    - held_out_gn_sharpness: λ_max(G) on the validation subset, where one is given
     - certificate_ratio: λ_max(G) over its margin bound, at most 1, on the first `certificate` samples
     """
 
@@ -49,7 +50,9 @@ class CurvatureMonitor:
         batch_size: int = 128,
         certificate: int = 0,
         seed: int = 0,
+        held_out: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        self.held_out = held_out
         self.x, self.y, self.every, self.tol = x, y, every, tol
         self.batch_size, self.certificate, self.seed = batch_size, certificate, seed
         self._starts: dict[str, Sequence[Tensor]] = {}
@@ -65,6 +68,11 @@ class CurvatureMonitor:
             seed=self.seed + state.step,
             starts=self._starts,
         )
+        if self.held_out is not None:
+            with evaluation_mode(state.backbone):
+                found = gn_sharpness(state.backbone, *self.held_out, self.tol, self._starts.get("held_out"))
+            self._starts["held_out"] = found.vector
+            values["curvature/held_out_gn_sharpness"] = found.value
         if state.optimizer is not None:
             values |= self._edge(state, values["curvature/hessian_sharpness"])
         return values

@@ -30,7 +30,10 @@ LAYOUT = {
     },
     "curvature beside ECE": {
         "ECE": ["Multiline", [f"{_SUBSETS}/ece$"]],
-        "sharpness": ["Multiline", ["curvature/(gn_sharpness|hessian_sharpness|batch_sharpness|edge)$"]],
+        "sharpness": [
+            "Multiline",
+            ["curvature/(gn_sharpness|held_out_gn_sharpness|hessian_sharpness|batch_sharpness|edge)$"],
+        ],
         "traces": ["Multiline", ["curvature/(gn_trace|hessian_trace)$"]],
         "sharpness over the edge of stability": ["Multiline", ["curvature/edge_ratio$"]],
     },

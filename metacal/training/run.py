@@ -148,6 +148,7 @@ def build_watch(config: Config, parts: Parts) -> Watch:
                     batch_size=parts.train.batch_size,
                     certificate=m.certificate,
                     seed=config.seed,
+                    held_out=subsets["val_subset"],
                 )
             )
     return Watch(monitors, m.max_share)

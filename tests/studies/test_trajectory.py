@@ -10,7 +10,7 @@ import pytest
 from metacal.cli import main
 from metacal.errors import InputError
 from metacal.studies import grid
-from metacal.studies.trajectory import SHARPNESS, coupling, lag_of_best_correlation
+from metacal.studies.trajectory import HELD_OUT_SHARPNESS, SHARPNESS, coupling, lag_of_best_correlation
 
 
 def test_lag_is_found_and_signed():
@@ -28,12 +28,22 @@ def test_coupling_pairs_values_of_the_same_step():
     sharpness = {s: float(s) for s in steps}
     linear = {s: 0.1 + 0.001 * s for s in steps} | {5: 9.0}  # a step without sharpness is left out
     falling = {s: -(float(s) ** 3) for s in steps}
-    series = {SHARPNESS: sharpness, "train_subset/ece": linear, "train_subset/kce": falling}
+    series = {
+        SHARPNESS: sharpness,
+        HELD_OUT_SHARPNESS: falling,
+        "train_subset/ece": linear,
+        "train_subset/kce": falling,
+    }
     series |= {"val_subset/ece": dict.fromkeys(steps, 0.5), "val_subset/kce": linear}
     found = coupling(series)
     assert found["train ECE"]["pearson"] == pytest.approx(1.0) and found["train ECE"]["points"] == 10
     assert found["train KCE"]["spearman"] == pytest.approx(-1.0) and found["train KCE"]["pearson"] > -1
     assert np.isnan(found["held-out ECE"]["pearson"])
+    own = coupling(series, own=True)
+    assert own["train ECE"] == found["train ECE"]
+    assert found["held-out KCE"]["spearman"] == pytest.approx(1.0) == -own["held-out KCE"]["spearman"]
+    with pytest.raises(InputError, match="monitor=full"):
+        coupling({SHARPNESS: sharpness})
 
 
 def test_a_study_composes_all_of_its_runs_before_any_starts():
@@ -71,7 +81,7 @@ def test_a_tiny_study_from_end_to_end(tmp_path, monkeypatch, capsys):
     report = tmp_path / "runs" / "tiny" / "report"
     assert {p.name for p in report.iterdir()} == {"table.md", "numbers.json", "phase.png", "curves.png"}
     numbers = json.loads((report / "numbers.json").read_text())
-    assert len(numbers) == 2 and all(-1 <= n["held-out ECE"]["pearson"] <= 1 for n in numbers)
+    assert len(numbers) == 2 and all(-1 <= n["own"]["held-out ECE"]["pearson"] <= 1 for n in numbers)
     assert main(["study", "tiny", "jobs=2"]) == 0
     assert "2 finished, 0 to do" in capsys.readouterr().out
     assert main(["study", "tiny", "jobs=x"]) == 2

@@ -1,8 +1,9 @@
-"""Calibration and curvature along the trajectory: how closely ECE follows the Gauss–Newton sharpness in a run.
+"""Calibration and curvature along the trajectory: how closely ECE follows the Gauss-Newton sharpness in a run.
 
-For every run the series of train and val ECE (and KCE) and of the Gauss–Newton sharpness, over the logged steps, give one
-Pearson correlation each; a table cell is its mean ± standard deviation over the learning rates of a group. The sharpness of
-held-out ECE is once that of the training images and once that of the held-out images themselves. Published values: "Too Sharp, Too Sure: When Calibration Follows Curvature" (arXiv 2604.20614).
+For every run the series of train and held-out ECE (and KCE) and of the Gauss-Newton sharpness, over the logged steps,
+give one Pearson correlation each; a table cell is its mean and standard deviation over the learning rates of a group.
+The sharpness beside held-out ECE is once that of the training images and once that of the held-out images.
+Published values: "Too Sharp, Too Sure: When Calibration Follows Curvature" (arXiv 2604.20614).
 """
 
 from __future__ import annotations

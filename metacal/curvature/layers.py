@@ -36,8 +36,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from metacal.curvature.problem import Problem
 from metacal.errors import require
 
-__all__ = ["Captured", "capture", "examples_depend", "gram_of", "per_example_gram"]
+__all__ = ["Captured", "cache_block", "capture", "examples_depend", "gram_of", "per_example_gram"]
 
+CACHE_BLOCK = 64
 BLOCK = 1 << 23  # entries of a temporary array; larger batches are worked off in blocks
 
 
@@ -134,6 +135,20 @@ def examples_depend(problem: Problem) -> str | None:
     if not bool(torch.isfinite(together).all()):
         return None  # the checks of the whole batch say where
     return "an example's logits change with the other examples of its batch"
+
+
+def cache_block(problem: Problem) -> int | None:
+    """Examples to work on at a time where nobody asked for chunks, or None for all at once.
+
+    Convolutions on a CPU run faster on blocks that fit the caches (measured on ResNet-20 and 512 images: half to two
+    thirds of the time of all at once). Only where examples are independent; inside `problem.math()`.
+    """
+    convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in problem.model.modules())
+    if not convolutional or len(problem) <= CACHE_BLOCK:
+        return None
+    if problem.x.device.type != "cpu" or problem.randomness != "refuse" or examples_depend(problem) is not None:
+        return None
+    return CACHE_BLOCK
 
 
 def capture(problem: Problem) -> Captured:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metacal.curvature.layers import capture, examples_depend, gram_of, per_example_gram
+from metacal.curvature.layers import cache_block, capture, examples_depend, gram_of, per_example_gram
 from metacal.curvature.problem import Problem, factor_columns, logit_factor, logit_gradient
 from metacal.curvature.products import Curvature
 from metacal.curvature.structure import chain_of, curved_activations
@@ -83,7 +83,7 @@ def _sampled(problem: Problem, chunk_size: int | None, probes: int, seed: int, d
     A single probe cannot tell its noise from the spread between examples, so it is repeated on every 16th example
     (32 at least) for the error's sake.
     """
-    step = chunk_size or len(problem)
+    step = len(problem) if chunk_size is None else chunk_size
 
     def run(part: Problem, first: int, key: tuple[int, ...]) -> Tensor:
         return torch.cat([draw(p, first + i * step, key) for i, p in enumerate(part.parts(chunk_size))])
@@ -173,6 +173,7 @@ def gn_trace(
     with problem.math():
         depend = examples_depend(problem)
         if depend is None:
+            chunk_size = cache_block(problem) if chunk_size is None else chunk_size
             parts = problem.parts(chunk_size)
             method = "output space, " + capture(problem.part(slice(0, 1))).method
             if exact:
@@ -296,6 +297,7 @@ def hessian_trace(
         depend = examples_depend(problem)
         draw: Draw | None = None
         if depend is None:
+            block = cache_block(problem) if chunk_size is None else chunk_size
             look = capture(problem.part(slice(0, 1)))
             chain, sites = chain_of(look), curved_activations(look)
             name = look.method
@@ -309,10 +311,10 @@ def hessian_trace(
                 method = f"activation space, {name}" if sites else f"Tr H = Tr G, output space, {name}"
             if exact and (chain is not None or sites == []):
                 form = _chain_exact if chain is not None else _gn_exact
-                values = torch.cat([form(p) for p in _blocks(problem, chunk_size, chain)])
+                values = torch.cat([form(p) for p in _blocks(problem, block, chain)])
                 return Estimate(float(values.double().mean()), 0.0, method + ", exact", _classes(problem))
             if draw is not None and not exact:
-                value, stderr = _sampled(problem, chunk_size, probes, seed, draw)
+                value, stderr = _sampled(problem, block, probes, seed, draw)
                 return Estimate(value, stderr, method, probes)
     with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness, seed=seed) as c:
         if exact:
@@ -327,7 +329,7 @@ def hessian_trace(
             value, stderr, _ = _batch_gn(c, max(2, probes), seed, exact=False)
     if depend is None:
         with problem.math():
-            value, stderr = _sampled(problem, chunk_size, probes, seed, _gn_draw)
+            value, stderr = _sampled(problem, block, probes, seed, _gn_draw)
     method = "Tr G + Hutchinson on H - G" + (f", batch form ({depend})" if depend else "")
     return Estimate(value + residual, math.hypot(stderr, noise), method, max(2, probes))
 

@@ -96,6 +96,8 @@ def test_options() -> None:
         (lambda: ggn_product(model, x, y, v[::-1]), r"v\[0\] must have the parameter's shape"),
         (lambda: ggn_product(model, x, y, torch.ones(113)), "v must be a list of tensors"),
         (lambda: ggn_product(model, x, y, v, chunk_size=0), "chunk_size must be at least 1"),
+        (lambda: gn_trace(model, x, y, chunk_size=0), "chunk_size must be at least 1"),
+        (lambda: hessian_trace(model, x, y, chunk_size=-1), "chunk_size must be at least 1"),
         (lambda: ggn_product(model, x, y, v, route="magic"), "route must be one of"),
         (lambda: ggn_product(model, x, y, v, randomness="maybe"), "randomness must be"),
     ]:

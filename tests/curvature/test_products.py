@@ -295,7 +295,7 @@ def test_forward_over_reverse_gives_the_same_hessian_product() -> None:
 
 
 def test_large_batches_of_a_convolutional_network_are_kept_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metacal.curvature.products.BLOCK", 3)
+    monkeypatch.setattr("metacal.curvature.layers.CACHE_BLOCK", 3)
     for name, blocks in (("cnn batchnorm eval", 3), ("cnn batchnorm train", 1)):
         model, x, y = build(name, n=7)
         v = vector_like(dense.trainable(model))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -270,14 +270,3 @@ class GammaNet(nn.Module):
             self._projection = projection / math.sqrt(flat.shape[1])
         self._projection = self._projection.to(flat)
         return self._projection
-
-
-GAMMAS: dict[str, Callable[..., nn.Module]] = {
-    "fixed": FixedGamma,
-    "flsd": FLSD,
-    "step": StepGamma,
-    "scalar": ScalarGamma,
-    "gamma_net": GammaNet,
-}
-"""Gamma sources by the name that a configuration gives."""
-__all__ += ["GAMMAS"]

@@ -1,1 +1,1 @@
-"""One module for each command of `metacal`; the only place that prints results and reads the command line."""
+"""One module for each command of `metacal`: it reads the command line and calls what does the work."""

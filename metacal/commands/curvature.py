@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from metacal.commands.evaluate import Parser
 from metacal.errors import require
@@ -39,8 +39,9 @@ def curvature_command(argv: Sequence[str]) -> int:
     from metacal.training.setup import build_backbone, choose_device, fixed_subset, prepare_data
 
     folder = check_run(arguments.run)
-    files = sorted(folder.last.parent.glob("*.pt"), key=lambda path: (checkpoint_epoch(path), path.name))
-    require(bool(files), f"{arguments.run} has no checkpoint yet")
+    saved = [(file, checkpoint.load(file)) for file in folder.last.parent.glob("*.pt")]
+    require(bool(saved), f"{arguments.run} has no checkpoint yet")
+    states = sorted((_epoch(state), file.name, state["backbone"]) for file, state in saved)
     config = compose([], folder.config)
     device = choose_device(arguments.device)
     data = prepare_data(config, device)
@@ -48,14 +49,14 @@ def curvature_command(argv: Sequence[str]) -> int:
     x, y = fixed_subset(getattr(data, arguments.split), arguments.subset, "curvature")
     found = {}
     starts: dict = {}
-    for file in files:
-        checkpoint.load_weights(backbone, checkpoint.load(file, device)["backbone"], str(file))
+    for epoch, name, weights in states:
+        checkpoint.load_weights(backbone, weights, name)
         values = curvature_values(
             backbone, x, y, tol=arguments.tolerance, batch_size=config.data.batch_size, starts=starts
         )
         p = predict(backbone, (x, y))
-        found[file.name] = {"epoch": checkpoint_epoch(file), "accuracy": accuracy(p), "ece": ece(p)}
-        found[file.name] |= {k.removeprefix("curvature/"): v for k, v in values.items()}
+        found[name] = {"epoch": epoch, "accuracy": accuracy(p), "ece": ece(p)}
+        found[name] |= {k.removeprefix("curvature/"): v for k, v in values.items()}
     if arguments.json:
         print(to_json(found))
         return 0
@@ -79,9 +80,6 @@ def curvature_command(argv: Sequence[str]) -> int:
     return 0
 
 
-def checkpoint_epoch(path: Path) -> int:
+def _epoch(state: dict[str, Any]) -> int:
     """The epoch after which a checkpoint was written."""
-    from metacal.training import checkpoint
-
-    state = checkpoint.load(path)
     return int(state["progress"]["epoch"] if "progress" in state else state["epoch"])

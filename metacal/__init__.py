@@ -21,12 +21,12 @@ _HOME = {
     "evaluate": "metacal.report.report",
     "fit": "metacal.training.fit",
 }
-_MODULES = ("bilevel", "calibration", "curvature", "data", "losses", "margins", "models")
+_MODULES = ("bilevel", "calibration", "curvature", "data", "losses", "margins", "models", "optim", "penalties")
 
 __all__ = [*_HOME, *_MODULES, "__version__"]
 
 if TYPE_CHECKING:  # what type checkers and editors see
-    from metacal import bilevel, calibration, curvature, data, losses, margins, models
+    from metacal import bilevel, calibration, curvature, data, losses, margins, models, optim, penalties
     from metacal.bilevel import MetaStep
     from metacal.errors import InputError
     from metacal.gamma import GammaNet

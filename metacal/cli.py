@@ -17,6 +17,9 @@ usage: metacal COMMAND ...
 commands:
   train [group=name ...] [key=value ...]   train one run; -m for a grid of them; --help lists all groups and keys
   evaluate RUN ... | FILE.npz ... [--json] measure runs (from their checkpoint) or saved predictions
+  evaluate RUN ... --ensemble | RUN --shift  the mean of several runs' probabilities; a run on corrupted images
+  compare RUNS ...                         one table of runs over seeds: what differs, and whether it is significant
+  sweep key=a,b,c ... [jobs=N]             a grid of runs on this machine, several at a time
   study NAME [variant=...] [key=value ...] run what a study's grid misses and write its report
   curvature RUN                            sharpness and traces of every checkpoint of a run
 
@@ -27,10 +30,12 @@ options:
 exit status: 0 done, 1 the run had to stop, 2 bad input, 130 interrupted (what was done is saved)
 
 examples:
-  metacal train                                     gamma-net + SECE on the bundled digits
+  metacal train                                     the full objective on the bundled digits
   metacal train baselines=[cross_entropy,focal]     ... and two baselines on the same splits
   metacal train data=npz data.path=cifar10.npz model=resnet20 optimizer.lr=0.1 epochs=100 seed=1
-  metacal evaluate runs/default/gamma_net/seed0
+  metacal sweep method=cross_entropy,focal,metacal seed=0,1,2 jobs=2
+  metacal evaluate runs/default/metacal/seed0
+  metacal compare runs/default --baseline method=cross_entropy --sort ece --html report.html
 """
 
 
@@ -46,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "evaluate": _evaluate,
+        "compare": _compare,
+        "sweep": _sweep,
         "study": _study,
         "curvature": _curvature,
     }
@@ -85,6 +92,18 @@ def _evaluate(argv: list[str]) -> int:
     from metacal.commands.evaluate import evaluate_command
 
     return evaluate_command(argv)
+
+
+def _compare(argv: list[str]) -> int:
+    from metacal.commands.compare import compare_command
+
+    return compare_command(argv)
+
+
+def _sweep(argv: list[str]) -> int:
+    from metacal.commands.sweep import sweep_command
+
+    return sweep_command(argv)
 
 
 def _study(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import re
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from metacal.config import Config, validate
+from metacal.config import Config
+from metacal.config_checks import validate
 from metacal.errors import InputError, did_you_mean, require
 
 __all__ = ["compose", "config_dir", "from_dictionary", "keys_of", "register_schema", "to_yaml"]
@@ -27,6 +29,7 @@ def config_dir() -> Path:
     return Path(str(importlib.resources.files("metacal.configs")))
 
 
+@functools.cache
 def register_schema() -> None:
     """Give Hydra the dataclasses, so that every YAML and override is checked against their types."""
     ConfigStore.instance().store(name="schema", node=Config)

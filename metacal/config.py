@@ -1,16 +1,14 @@
 """The typed schema of `configs/`: every key of a run, its type, default and range.
 
 The dataclasses are registered with Hydra (group YAMLs are merged into them, so an unknown key or a wrong type
-stops the composition), and `validate` checks the ranges before any work is done. No torch is imported here.
+stops the composition), and `metacal.config_checks.validate` checks the ranges before any work is done. No torch is
+imported here.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
-
-from metacal.errors import require, require_choice
 
 __all__ = [
     "Config",
@@ -21,8 +19,9 @@ __all__ = [
     "ModelConfig",
     "MonitorConfig",
     "OptimizerConfig",
+    "PenaltiesConfig",
+    "PenaltyConfig",
     "ScheduleConfig",
-    "validate",
 ]
 
 
@@ -47,6 +46,7 @@ class DataConfig:
     meta_batch_size: int | None = None  # None: the whole meta split, up to 2048
     crop_padding: int = 0
     flip: bool = False
+    mixup: float = 0.0  # alpha of the Beta distribution of the weights; 0: none
     normalize: str = "auto"  # auto: per channel, from the training images (or mean and std below) | none
     mean: list[float] | None = None  # per channel, of pixels in [0, 1]; given together with std
     std: list[float] | None = None
@@ -74,15 +74,20 @@ class ModelConfig:
 class LossConfig:
     """The per-sample loss of the inner problem."""
 
-    name: str = "focal"  # focal | cross_entropy | label_smoothing | brier | mse
-    smoothing: float = 0.05  # label_smoothing: the alpha of alpha/K
+    # focal | dual_focal | inverse_focal | adafocal, which take a gamma,
+    # cross_entropy | label_smoothing | confidence_penalty | brier | mse
+    name: str = "focal"
+    smoothing: float = 0.05  # label_smoothing: the alpha of alpha/K, at the start if it is learned
+    learn_smoothing: str = "no"  # label_smoothing, by the outer problem: no | scalar | class (one for each)
+    beta: float = 0.1  # confidence_penalty: weight of the entropy
 
 
 @dataclass
 class GammaConfig:
     """Where the focal loss's gamma comes from."""
 
-    source: str = "fixed"  # fixed | flsd | step | scalar | gamma_net; the last two are learned by the outer problem
+    # fixed | flsd | step | adafocal (by the meta split's calibration); learned by the outer problem: scalar | gamma_net
+    source: str = "fixed"
     value: float = 3.0  # fixed
     milestones: list[int] = field(default_factory=list)  # step: epochs at which the next value begins
     values: list[float] = field(default_factory=list)  # step: one more than milestones
@@ -93,13 +98,80 @@ class GammaConfig:
     input: str = "features"  # gamma_net: features | noise | random (of the input) | layer
     layer: str | None = None  # gamma_net with input=layer: the module of the backbone whose output it reads
     label_aware: bool = False  # gamma_net: one-hot label appended to the input
+    n_bins: int = 15  # adafocal
+    rate: float = 1.0  # adafocal: how fast gammas follow the calibration error
+
+
+@dataclass
+class PenaltyConfig:
+    """What every penalty of the inner problem has."""
+
+    weight: float = 0.0  # 0: left out
+    every: int = 1  # steps; the penalty enters every so many-th with `every` times its weight
+    ramp: float = 0.0  # epochs over which the weight grows from 0
+
+
+@dataclass
+class RobustKLConfig(PenaltyConfig):
+    """KL(p(x) || p(x_adv)); lengths in pixels in [0, 1]."""
+
+    eps: float = 8 / 255
+    alpha: float = 2 / 255  # step of the attack
+    steps: int = 3
+    norm: str = "linf"  # linf | l2
+
+
+@dataclass
+class MarginTailConfig(PenaltyConfig):
+    """mean exp(-m / temperature)."""
+
+    temperature: float = 1.0
+    clip: float = 5.0  # from -m / temperature = clip on the exponential goes on as its tangent
+    robust: bool = False  # of m - eps ||grad_x m||
+    eps: float = 8 / 255  # robust: pixels in [0, 1]
+    norm: str = "linf"  # robust: linf | l2
+
+
+@dataclass
+class TraceConfig(PenaltyConfig):
+    """Tr(H) or Tr(G) of the curvature loss by Rademacher probes."""
+
+    probes: int = 1
+    batch: int | None = None  # of the first so many samples of a batch; None: all
+
+
+@dataclass
+class MblsConfig(PenaltyConfig):
+    """Margin-based label smoothing."""
+
+    margin: float = 10.0
+
+
+@dataclass
+class PenaltiesConfig:
+    """Penalties on the backbone, by name; those from `confidence_gap` on are calibration errors of the batch."""
+
+    robust_kl: RobustKLConfig = field(default_factory=RobustKLConfig)
+    margin_smoothness: PenaltyConfig = field(default_factory=PenaltyConfig)
+    margin_tail: MarginTailConfig = field(default_factory=MarginTailConfig)
+    hessian_trace: TraceConfig = field(default_factory=TraceConfig)
+    gn_trace: TraceConfig = field(default_factory=TraceConfig)
+    mbls: MblsConfig = field(default_factory=MblsConfig)
+    confidence_gap: PenaltyConfig = field(default_factory=PenaltyConfig)
+    dece: PenaltyConfig = field(default_factory=PenaltyConfig)
+    mdca: PenaltyConfig = field(default_factory=PenaltyConfig)
+    mmce: PenaltyConfig = field(default_factory=PenaltyConfig)
+    mmce_weighted: PenaltyConfig = field(default_factory=PenaltyConfig)
+    sece: PenaltyConfig = field(default_factory=PenaltyConfig)
+    skce: PenaltyConfig = field(default_factory=PenaltyConfig)
+    soft_ece: PenaltyConfig = field(default_factory=PenaltyConfig)
 
 
 @dataclass
 class OptimizerConfig:
     """The backbone's optimizer."""
 
-    name: str = "sgd"  # sgd | adam | adamw
+    name: str = "sgd"  # gd | sgd | adam | adamw | muon | sam | bulk_sgd
     lr: float = 0.1
     momentum: float = 0.9  # sgd
     nesterov: bool = False  # sgd
@@ -110,6 +182,15 @@ class OptimizerConfig:
     eps: float = 1e-8  # adam, adamw
     amsgrad: bool = False  # adam, adamw
     clip_norm: float | None = None
+    rest: str = "adamw"  # muon: adamw | sgd, for heads, biases and norms
+    rest_lr: float = 1e-3  # muon
+    base: str = "sgd"  # sam: sgd | adam | adamw | muon
+    rho: float = 0.05  # sam: length of the perturbation
+    adaptive: bool = False  # sam: scaled by |theta|
+    k: int = 1  # bulk_sgd: eigenvectors that are projected out
+    matrix: str = "hessian"  # bulk_sgd: hessian | gauss_newton
+    every: int = 1  # bulk_sgd: steps between new eigenvectors
+    tolerance: float = 1e-3  # bulk_sgd: of the eigenvectors
 
 
 @dataclass
@@ -167,7 +248,7 @@ class Config:
     """A whole run. `configs/train.yaml` and its groups compose it."""
 
     name: str = "default"  # the experiment: runs/<name>/<overrides>/seed<seed>
-    method: str = "gamma_net"
+    method: str = "metacal"
     seed: int = 0
     epochs: int = 30
     runs: str = "runs"
@@ -187,163 +268,8 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     gamma: GammaConfig = field(default_factory=GammaConfig)
+    penalties: PenaltiesConfig = field(default_factory=PenaltiesConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     meta: MetaConfig = field(default_factory=MetaConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-
-
-_CHOICES = {
-    "loss.name": ("focal", "cross_entropy", "label_smoothing", "brier", "mse"),
-    "gamma.source": ("fixed", "flsd", "step", "scalar", "gamma_net"),
-    "gamma.input": ("features", "noise", "random", "layer"),
-    "optimizer.name": ("sgd", "adam", "adamw"),
-    "schedule.name": ("constant", "step", "cosine"),
-    "meta.engine": ("forward", "reverse", "difference", "higher"),
-    "meta.optimizer": ("adam", "sgd"),
-    "meta.norm": ("l1", "l2"),
-    "meta.reference_points": ("samples", "bank"),
-    "monitor.name": ("light", "full", "off"),
-    "precision": ("float32", "bf16"),
-    "nonfinite": ("raise", "skip"),
-}
-
-# key -> (lowest, highest, whether the lowest itself is allowed)
-_RANGES = {
-    "epochs": (1, math.inf, True),
-    "seed": (0, 2**63, True),
-    "threads": (1, math.inf, True),
-    "keep_every": (0, math.inf, True),
-    "checkpoint_every": (0, math.inf, False),
-    "loss.smoothing": (0, 1, True),
-    "gamma.value": (0, math.inf, True),
-    "gamma.init": (0, math.inf, False),
-    "gamma.max": (0, math.inf, False),
-    "gamma.hidden": (1, math.inf, True),
-    "gamma.tau": (0, math.inf, False),
-    "optimizer.lr": (0, math.inf, True),
-    "optimizer.momentum": (0, 1, True),
-    "optimizer.dampening": (0, 1, True),
-    "optimizer.weight_decay": (0, math.inf, True),
-    "optimizer.eps": (0, math.inf, False),
-    "optimizer.clip_norm": (0, math.inf, False),
-    "schedule.warmup_epochs": (0, math.inf, True),
-    "schedule.factor": (0, math.inf, True),
-    "schedule.final": (0, math.inf, True),
-    "meta.every": (1, math.inf, True),
-    "meta.start_epoch": (0, math.inf, True),
-    "meta.inner_steps": (1, math.inf, True),
-    "meta.lr": (0, math.inf, True),
-    "meta.weight_decay": (0, math.inf, True),
-    "meta.bandwidth": (0, math.inf, False),
-    "meta.bank_batches": (1, math.inf, True),
-    "monitor.val_every": (1, math.inf, True),
-    "monitor.every": (0, math.inf, True),
-    "monitor.subset": (1, math.inf, True),
-    "monitor.tolerance": (0, 1, False),
-    "monitor.robust_eps": (0, math.inf, False),
-    "monitor.certificate": (0, math.inf, True),
-    "monitor.max_share": (0, 1, False),
-    "monitor.log_every": (1, math.inf, True),
-    "monitor.n_bins": (1, math.inf, True),
-    "monitor.resamples": (0, math.inf, True),
-    "monitor.figures_every": (0, math.inf, True),
-}
-
-
-def _get(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def validate(config: Config) -> None:
-    """Check every range and choice of `config`.
-
-    Sizes of the data and options of the model are checked where they are used (`build_data`, `build_model`),
-    which also happens before training starts.
-
-    Raises:
-        InputError: naming the first key at fault, its value and what would be right.
-    """
-    for key, options in _CHOICES.items():
-        require_choice(key, _get(config, key), options)
-    for key, (low, high, closed) in _RANGES.items():
-        value = _get(config, key)
-        if value is None:
-            continue
-        good = low <= value <= high if closed else low < value <= high
-        if high == math.inf:
-            bound = f">= {low}" if closed else f"> {low}"
-            good = good and math.isfinite(value)
-        else:
-            bound = f"in {'[' if closed else '('}{low}, {high}]"
-        require(good, f"{key} must be {bound}, got {value}")
-    _validate_combinations(config)
-
-
-def _validate_combinations(config: Config) -> None:
-    """Keys that are only right or wrong together."""
-    gamma, meta, optimizer, schedule = config.gamma, config.meta, config.optimizer, config.schedule
-    monitor = config.monitor
-    for key, on in (
-        ("curvature", monitor.curvature),
-        ("robust_eps", monitor.robust_eps is not None),
-        ("certificate", monitor.certificate > 0),
-    ):
-        require(not on or monitor.every > 0, f"monitor.{key} needs monitor.every > 0, the steps between measurements")
-    require(
-        monitor.certificate == 0 or monitor.curvature,
-        f"monitor.certificate needs monitor.curvature=true, got {monitor.certificate} without it",
-    )
-    require(
-        monitor.name != "off" or monitor.every == 0,
-        f"monitor=off measures nothing while training, got monitor.every={monitor.every}",
-    )
-    require(
-        isinstance(meta.objective, str) or (isinstance(meta.objective, dict) and len(meta.objective) > 0),
-        f"meta.objective must be a name or {{name: weight, ...}}, got {meta.objective!r}",
-    )
-    require(
-        len(optimizer.betas) == 2 and all(0 <= b < 1 for b in optimizer.betas),
-        f"optimizer.betas must be two numbers in [0, 1), got {list(optimizer.betas)}",
-    )
-    require(
-        not optimizer.nesterov or (optimizer.momentum > 0 and optimizer.dampening == 0),
-        f"optimizer.nesterov=true needs momentum > 0 and dampening 0, got momentum {optimizer.momentum} "
-        f"and dampening {optimizer.dampening}",
-    )
-    require(
-        all(0 < m < 1 for m in schedule.milestones) and sorted(schedule.milestones) == list(schedule.milestones),
-        f"schedule.milestones must be increasing fractions in (0, 1), got {list(schedule.milestones)}",
-    )
-    if gamma.source == "step":
-        require(
-            len(gamma.values) == len(gamma.milestones) + 1 and all(v >= 0 for v in gamma.values),
-            "gamma.values must hold one number >= 0 more than gamma.milestones, got "
-            f"{list(gamma.values)} and {list(gamma.milestones)}",
-        )
-    require(gamma.init < gamma.max, f"gamma.init must be < gamma.max={gamma.max}, got {gamma.init}")
-    require(
-        (gamma.input == "layer") == (gamma.layer is not None),
-        f"gamma.layer names a module of the backbone and goes with gamma.input=layer, got layer {gamma.layer} "
-        f"with input {gamma.input}",
-    )
-    require(
-        config.loss.name == "focal" or gamma.source == "fixed",
-        f"gamma.source={gamma.source} needs loss.name=focal, got {config.loss.name}",
-    )
-    require(
-        meta.inner_steps == 1 or meta.engine == "higher",
-        f"meta.inner_steps > 1 needs meta.engine=higher, got {meta.inner_steps} with {meta.engine}",
-    )
-    require(
-        meta.inner_steps <= meta.every,
-        f"meta.inner_steps must be <= meta.every={meta.every}, so that unrolled windows do not overlap, "
-        f"got {meta.inner_steps}",
-    )
-    require(
-        not (meta.engine == "higher" and optimizer.name != "sgd"),
-        f"meta.engine=higher unrolls only sgd, got optimizer {optimizer.name}; use meta.engine=forward",
-    )

@@ -12,6 +12,8 @@ and ignores the rest; none of them sends a gradient back into the backbone. Two 
 statistics
   live here, so that evaluating a source never changes it;
 - `layer`: the name of a module of the backbone whose output, pooled to `(N, D)`, is passed as the features.
+
+`LearnedSmoothing` has the same interface and gives the α of `losses.label_smoothing` in place of a gamma.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metacal.calibration.binning import bin_edges, reliability_bins
 from metacal.errors import InputError, require
+from metacal.predictions import Predictions
 
 __all__ = [
     "FLSD",
     "INPUTS",
+    "AdaFocal",
     "FixedGamma",
     "GammaNet",
+    "LearnedSmoothing",
     "ScalarGamma",
     "StepGamma",
     "cap",
@@ -134,6 +140,79 @@ class FLSD(nn.Module):
         return flsd_gamma(logits, labels)
 
 
+class AdaFocal(nn.Module):
+    """Gammas by bins of p_y, steered by the calibration of held-out predictions (Ghosh et al. 2022).
+
+    For the loss `losses.adafocal`. `update` moves the gamma of every bin b by the gap of its held-out samples:
+
+        E_b = conf_b - acc_b
+        gamma_b <- gamma_b · exp(rate · E_b)     if gamma_b > 0, focal: more of it where the network is overconfident
+        gamma_b <- gamma_b · exp(-rate · E_b)    if gamma_b < 0, inverse focal
+        gamma_b <- -threshold · sign(gamma_b)    if then |gamma_b| < threshold: from one loss to the other
+        gamma_b <- clip(gamma_b, gamma_min, gamma_max)
+
+    A training sample gets the gamma of the bin in which its p_y lies, as the paper has it: the bins are made of
+    held-out *confidences* (of the predicted class), into which the probabilities of the true class are sorted.
+
+    Choices where the paper leaves one: bins are (lower, upper], of equal mass as `calibration.reliability_bins` makes
+    them (equal confidences share a bin); a bin that ties leave empty keeps its gamma; probabilities outside all bins
+    go to the first or last one. Before the first update the bins have equal width and every gamma is `gamma_init`.
+    Give `update` samples by which no model is selected, since the training then depends on them.
+
+    n_bins: M. rate: λ of the paper. threshold: S_th, >= 0. The state is in buffers, which checkpoints carry: `gammas`
+    `(M,)` and `upper` `(M,)`, the bins' upper edges.
+    """
+
+    gammas: Tensor
+    upper: Tensor
+
+    def __init__(
+        self,
+        n_bins: int = 15,
+        rate: float = 1.0,
+        gamma_init: float = 1.0,
+        *,
+        threshold: float = 0.2,
+        gamma_max: float = 20.0,
+        gamma_min: float = -2.0,
+    ) -> None:
+        super().__init__()
+        require(0 < rate < math.inf, f"rate must be > 0, got {rate}")
+        require(threshold >= 0, f"threshold must be >= 0, got {threshold}")
+        require(
+            gamma_min <= -threshold and threshold <= gamma_max,
+            f"gamma_min and gamma_max must be at or beyond -threshold and threshold = {threshold}, "
+            f"got {gamma_min} and {gamma_max}",
+        )
+        require(
+            gamma_min <= gamma_init <= gamma_max and abs(gamma_init) >= threshold and gamma_init != 0,
+            f"gamma_init must be in [{gamma_min}, {gamma_max}], not 0 and at least threshold = {threshold} in size, "
+            f"got {gamma_init}",
+        )
+        self.rate, self.threshold = rate, threshold
+        self.gamma_min, self.gamma_max = gamma_min, gamma_max
+        self.register_buffer("upper", bin_edges(n_bins)[1:].float())
+        self.register_buffer("gammas", torch.full((n_bins,), float(gamma_init)))
+
+    @torch.no_grad()
+    def update(self, predictions: Predictions) -> None:
+        """One step of the rule above, from held-out predictions: once an epoch, or every so many steps."""
+        bins = reliability_bins(predictions, len(self.gammas), adaptive=True)
+        # in the buffer's precision: a gamma that was put at the threshold must not look smaller than it
+        gap = ((bins.confidence_sum - bins.correct) / bins.count.clamp(min=1)).to(self.gammas)
+        sign = self.gammas.sign()
+        moved = self.gammas * torch.exp(sign * self.rate * gap)
+        moved = torch.where(moved.abs() < self.threshold, -self.threshold * sign, moved)
+        empty = (bins.count == 0).to(moved.device)
+        self.gammas.copy_(torch.where(empty, self.gammas, moved.clamp(self.gamma_min, self.gamma_max)))
+        self.upper.copy_(bins.upper)
+
+    def forward(self, features: Tensor | None = None, *, logits: Tensor, labels: Tensor, **_: object) -> Tensor:
+        """The gamma of each sample `(N,)`, a constant."""
+        p = F.softmax(logits.detach().to(self.upper.dtype), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return self.gammas[torch.bucketize(p, self.upper[:-1])]
+
+
 class ScalarGamma(nn.Module):
     """One learned gamma for every sample, the simplest meta-learner: gamma = cap(score) as in `GammaNet`."""
 
@@ -144,6 +223,35 @@ class ScalarGamma(nn.Module):
 
     def forward(self, features: Tensor | None = None, **_: object) -> Tensor:
         return cap(self.score, self.tau, self.gamma_max)
+
+
+class LearnedSmoothing(nn.Module):
+    """A learned α for `losses.label_smoothing`: one for all samples, or one per class (Bohdal et al. 2023).
+
+        α = sigmoid(score),    per class: α_i = sigmoid(score_{y_i})
+
+    With `loss=losses.label_smoothing` the bilevel step learns the score as it learns a gamma. The sigmoid keeps α in
+    (0, 1) with a gradient everywhere; the paper clips it to [0, 0.5] instead.
+
+    n_classes: K, needed for `per_class` alone. init: the first α.
+    """
+
+    def __init__(self, per_class: bool = False, n_classes: int = 0, init: float = 0.05) -> None:
+        super().__init__()
+        require(not per_class or n_classes >= 2, f"n_classes must be >= 2 with per_class, got {n_classes}")
+        require(0 < init < 1, f"init must be between 0 and 1, both exclusive, got {init}")
+        self.per_class = per_class
+        shape = (n_classes,) if per_class else ()
+        self.score = nn.Parameter(torch.full(shape, math.log(init) - math.log1p(-init)))
+
+    def forward(self, features: Tensor | None = None, *, labels: Tensor | None = None, **_: object) -> Tensor:
+        """α of each sample `(N,)` per class, else a 0-d tensor."""
+        alpha = torch.sigmoid(self.score)
+        if not self.per_class:
+            return alpha
+        if labels is None:
+            raise InputError("labels must be given: this smoothing is one per class")
+        return alpha[labels]
 
 
 class GammaNet(nn.Module):

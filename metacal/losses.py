@@ -2,11 +2,15 @@
 
 Every function works in float32 at least: half-precision logits are raised to float32 before the logarithm, and
 the values are returned in that precision, so a mean over the batch does not saturate. Float64 stays float64.
-Labels are class indices in 0..K-1.
+Labels are class indices in 0..K-1. What a loss takes beside them, a gamma or a smoothing, is a number, a 0-d tensor
+or one value per sample `(N,)`; as a tensor it is differentiated like any input: detach it where it is to be a constant.
+Numbers out of range raise `InputError`; the entries of a tensor are not read, since that would wait for the device.
+Value, gradient and mixed derivative (in the logits and such a tensor) are finite for every finite logit gap.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,15 +22,19 @@ from metacal.errors import InputError, require
 __all__ = [
     "LOSSES",
     "PROBABILITY_FLOOR",
+    "adafocal",
     "brier",
+    "confidence_penalty",
     "cross_entropy",
+    "dual_focal",
     "focal",
+    "inverse_focal",
     "label_smoothing",
     "mse",
 ]
 
 PROBABILITY_FLOOR = 1e-6
-"""Smallest 1 - p that `focal` raises to a power."""
+"""Smallest number that `focal` and its kin raise to a power."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -35,40 +43,82 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
-    """Focal loss -(1 - p_y)^gamma log p_y (Lin et al. 2017). Shapes `(N, K)`, `(N,)`, gamma scalar or `(N,)` -> `(N,)`.
+    """Focal loss -(1 - p_y)^gamma log p_y (Lin et al. 2017). Shapes `(N, K)`, `(N,)`, gamma >= 0 -> `(N,)`.
 
     1 - p_y is taken from log p_y by expm1, which keeps its digits near p = 1, and is floored at
     `PROBABILITY_FLOOR`: without the floor the gradient is NaN at p = 1 for gamma < 1, and so is the mixed
-    derivative in the logits and gamma. Value, gradient and mixed derivative are finite for every finite logit gap
-    and gamma >= 0; gamma = 0 gives the value and the gradient of cross-entropy exactly.
-
-    A tensor gamma is differentiated like any input: detach it where gamma is to be a constant.
-    Raises `InputError` for a negative number; the entries of a tensor are not read (that would wait for the device).
+    derivative in the logits and gamma. gamma = 0 gives the value and the gradient of cross-entropy exactly.
     """
     log_p = _log_probability(_checked(logits, labels), labels)
-    if isinstance(gamma, Tensor):
-        require(
-            gamma.dim() == 0 or gamma.shape == labels.shape,
-            f"gamma must be a number or have one value per sample {tuple(labels.shape)}, "
-            f"got shape {tuple(gamma.shape)}",
-        )
-        gamma = gamma.to(log_p.dtype)
-    else:
-        require(gamma >= 0, f"gamma must be >= 0, got {gamma}")
-    miss = torch.clamp(-torch.expm1(log_p), min=PROBABILITY_FLOOR)
-    return -(miss**gamma) * log_p
+    gamma = _per_sample("gamma", gamma, log_p)
+    return -(_miss(log_p) ** gamma) * log_p
 
 
-def label_smoothing(logits: Tensor, labels: Tensor, smoothing: float = 0.05) -> Tensor:
+def dual_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
+    """Dual focal loss -(1 - p_y + p_j)^gamma log p_y (Tao et al. 2023). Shapes `(N, K)`, `(N,)`, gamma >= 0 -> `(N,)`.
+
+    p_j is the largest probability among the classes less probable than y, max {p_k : p_k < p_y}, and 0 where there is
+    none. The gradient flows through it. Which classes are less probable is read from the logits, where a tie of
+    probabilities by rounding is none. The base of the power is floored as in `focal`.
+    """
+    logits = _checked(logits, labels)
+    log_p = F.log_softmax(logits, dim=-1)
+    index = labels.unsqueeze(-1)
+    below = torch.where(logits < logits.gather(-1, index), log_p.exp(), 0.0).amax(dim=-1)
+    log_p = log_p.gather(-1, index).squeeze(-1)
+    gamma = _per_sample("gamma", gamma, log_p)
+    return -(torch.clamp(below - torch.expm1(log_p), min=PROBABILITY_FLOOR) ** gamma) * log_p
+
+
+def inverse_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
+    """Inverse focal loss -(1 + p_y)^gamma log p_y (Wang et al. 2021). Shapes `(N, K)`, `(N,)`, gamma >= 0 -> `(N,)`.
+
+    Weighs samples up where the focal loss weighs them down: for networks that are to be scaled afterwards, or that are
+    underconfident.
+    """
+    log_p = _log_probability(_checked(logits, labels), labels)
+    gamma = _per_sample("gamma", gamma, log_p)
+    return -((1 + log_p.exp()) ** gamma) * log_p
+
+
+def adafocal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
+    """The loss of AdaFocal (Ghosh et al. 2022): `focal` where gamma >= 0, `inverse_focal` with -gamma where gamma < 0.
+
+        -(1 - p_y)^gamma log p_y   or   -(1 + p_y)^|gamma| log p_y
+
+    Shapes `(N, K)`, `(N,)`, gamma of either sign -> `(N,)`. The gammas come from `metacal.gamma.AdaFocal`. Both sides
+    meet at gamma = 0, cross-entropy, where the derivative in gamma is that from above.
+    """
+    if not isinstance(gamma, Tensor):
+        require(math.isfinite(gamma), f"gamma must be finite, got {gamma}")
+        return focal(logits, labels, gamma) if gamma >= 0 else inverse_focal(logits, labels, -gamma)
+    log_p = _log_probability(_checked(logits, labels), labels)
+    gamma = _entries("gamma", gamma, log_p)
+    base = torch.where(gamma < 0, 1 + log_p.exp(), _miss(log_p))
+    return -(base ** torch.where(gamma < 0, -gamma, gamma)) * log_p
+
+
+def label_smoothing(logits: Tensor, labels: Tensor, smoothing: float | Tensor = 0.05) -> Tensor:
     """Cross-entropy against the target (1 - α) e_y + α / K, α = `smoothing` (Müller et al. 2019). -> `(N,)`, in nats.
 
-    The mass α is spread over all K classes, the true one included (α / K, not α / (K - 1)). Raises `InputError` for
-    α outside [0, 1].
+    The mass α in [0, 1] is spread over all K classes, the true one included (α / K, not α / (K - 1)). It can be learned
+    by an outer loop, one for all or one per class: `metacal.gamma.LearnedSmoothing`.
     """
-    require(0 <= smoothing <= 1, f"smoothing must be in [0, 1], got {smoothing}")
     log_p = F.log_softmax(_checked(logits, labels), dim=-1)
     true = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    smoothing = _per_sample("smoothing", smoothing, true, high=1.0)
     return -(1 - smoothing) * true - smoothing * log_p.mean(dim=-1)
+
+
+def confidence_penalty(logits: Tensor, labels: Tensor, beta: float = 0.1) -> Tensor:
+    """Cross-entropy less the entropy of the prediction, -log p_y - β H(p) (Pereyra et al. 2017). -> `(N,)`, in nats.
+
+    H(p) = -Σ_k p_k log p_k, β = `beta` >= 0. May be negative.
+    """
+    require(0 <= beta < math.inf, f"beta must be >= 0, got {beta}")
+    log_p = F.log_softmax(_checked(logits, labels), dim=-1)
+    true = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return -true + beta * (log_p.exp() * log_p).sum(dim=-1)
 
 
 def brier(logits: Tensor, labels: Tensor) -> Tensor:
@@ -85,13 +135,20 @@ def mse(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
+    "adafocal": adafocal,
     "brier": brier,
+    "confidence_penalty": confidence_penalty,
     "cross_entropy": cross_entropy,
+    "dual_focal": dual_focal,
     "focal": focal,
+    "inverse_focal": inverse_focal,
     "label_smoothing": label_smoothing,
     "mse": mse,
 }
-"""Losses by the name that a configuration gives. Only `focal` takes a gamma."""
+"""Losses by the name that a configuration gives.
+
+The four focal ones take a gamma and `label_smoothing` its α as third argument, from a source of `metacal.gamma`.
+"""
 
 
 def _checked(logits: Tensor, labels: Tensor) -> Tensor:
@@ -110,3 +167,26 @@ def _checked(logits: Tensor, labels: Tensor) -> Tensor:
 def _log_probability(logits: Tensor, labels: Tensor) -> Tensor:
     """log p_y of each row."""
     return F.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def _miss(log_p: Tensor) -> Tensor:
+    """1 - p from log p, at least `PROBABILITY_FLOOR`."""
+    return torch.clamp(-torch.expm1(log_p), min=PROBABILITY_FLOOR)
+
+
+def _per_sample(name: str, value: float | Tensor, like: Tensor, high: float = math.inf) -> float | Tensor:
+    """`value` if it is a number in [0, high] or a tensor of `_entries`."""
+    if isinstance(value, Tensor):
+        return _entries(name, value, like)
+    bound = ">= 0" if high == math.inf else f"in [0, {high:g}]"
+    require(0 <= value <= high and math.isfinite(value), f"{name} must be {bound}, got {value}")
+    return value
+
+
+def _entries(name: str, value: Tensor, like: Tensor) -> Tensor:
+    """`value` in the type of `like`, with one entry or one per sample."""
+    require(
+        value.dim() == 0 or value.shape == like.shape,
+        f"{name} must be a number or have one value per sample {tuple(like.shape)}, got shape {tuple(value.shape)}",
+    )
+    return value.to(like.dtype)

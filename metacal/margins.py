@@ -119,22 +119,26 @@ def robust_margin(
                 break
             (slope,) = torch.autograd.grad(margin.sum(), at)
             if first_order is None:
-                flat = slope.flatten(1)
-                dual = flat.abs().sum(1) if norm == "linf" else flat.norm(dim=1)
-                first_order = margin.detach() - eps * dual.to(margin.dtype)
-            at = _descend(at.detach(), slope, start, eps, step_size, norm)
+                first_order = margin.detach() - eps * dual_norm(slope, norm).to(margin.dtype)
+            at = descend_in_ball(at.detach(), slope, start, eps, step_size, norm)
             if clip is not None:
                 at = at.clamp(*clip)
     assert upper is not None and first_order is not None
     return upper, first_order
 
 
-def _descend(at: Tensor, slope: Tensor, start: Tensor, eps: float, step_size: float, norm: str) -> Tensor:
+def descend_in_ball(at: Tensor, slope: Tensor, start: Tensor, eps: float, step_size: float, norm: str) -> Tensor:
     """One step of steepest descent in the norm, and back into the ball around `start`."""
     if norm == "linf":
         return (at - step_size * slope.sign()).clamp(start - eps, start + eps)
     delta = at - step_size * slope / _lengths(slope) - start
     return start + delta * (eps / _lengths(delta)).clamp(max=1.0)
+
+
+def dual_norm(slope: Tensor, norm: str) -> Tensor:
+    """‖slope‖_* of every sample, (N,): L1 for "linf", L2 for "l2". Its derivative is 0 where the slope is."""
+    flat = slope.flatten(1)
+    return flat.abs().sum(1) if norm == "linf" else flat.norm(dim=1)
 
 
 def _lengths(t: Tensor) -> Tensor:

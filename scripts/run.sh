@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Sets up once, then runs metacal with the arguments given. Without any: the default method (gamma-net with SECE) on the
-# bundled digits, beside a focal loss with fixed gamma and plain cross-entropy on the same splits.
+# Sets up once, then runs metacal with the arguments given. Without any: the default method (gamma-net focal loss, margin
+# tail and Hessian trace) on the bundled digits, beside the gamma-net alone, a focal loss with fixed gamma and plain
+# cross-entropy on the same splits.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/setup.sh"
 if [ $# -eq 0 ]; then
-    set -- train "baselines=[focal,cross_entropy]"
+    set -- train "baselines=[gamma_net,focal,cross_entropy]"
 fi
 exec "$root/.venv/bin/metacal" "$@"

@@ -40,7 +40,7 @@ from metacal.errors import InputError
         (["method=focal", "gamma.source=step"], "gamma.values must hold one number"),
         (["gamma.init=60"], "gamma.init must be < gamma.max=50.0, got 60.0"),
         (["gamma.input=layer"], "gamma.layer names a module"),
-        (["method=cross_entropy", "gamma.source=gamma_net"], "gamma.source=gamma_net needs loss.name=focal"),
+        (["method=cross_entropy", "gamma.source=gamma_net"], "gamma.source=gamma_net needs a loss with a gamma"),
         (["schedule.milestones=[0.7,0.3]"], "schedule.milestones must be increasing"),
         (["noequals"], "noequals"),
     ],

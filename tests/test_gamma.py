@@ -11,7 +11,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from metacal.errors import InputError
-from metacal.gamma import FLSD, FixedGamma, GammaNet, ScalarGamma, StepGamma, cap, flsd_gamma, pool, uncap
+from metacal.gamma import (
+    FLSD,
+    AdaFocal,
+    FixedGamma,
+    GammaNet,
+    LearnedSmoothing,
+    ScalarGamma,
+    StepGamma,
+    cap,
+    flsd_gamma,
+    pool,
+    uncap,
+)
+from metacal.predictions import Predictions
 
 
 def features(n: int = 40, d: int = 5, seed: int = 0) -> Tensor:
@@ -169,6 +182,121 @@ def test_flsd() -> None:
     assert FLSD()(None, logits=z, labels=y).requires_grad is False
 
 
+def test_learned_smoothing_for_all_and_per_class() -> None:
+    labels = torch.tensor([2, 0, 2])
+    one = LearnedSmoothing(init=0.1)
+    assert one(features(3), labels=labels).shape == () and one().item() == pytest.approx(0.1)
+    each = LearnedSmoothing(per_class=True, n_classes=3, init=0.1)
+    with torch.no_grad():
+        each.score.copy_(torch.tensor([0.0, -1.0, 2.0]))
+    expected = [1 / (1 + math.exp(-2)), 0.5, 1 / (1 + math.exp(-2))]
+    alpha = each(features(3), logits=None, labels=labels, inputs=None, epoch=0)
+    assert alpha.tolist() == pytest.approx(expected)
+    alpha.sum().backward()
+    slope = expected[0] * (1 - expected[0])
+    assert each.score.grad.tolist() == pytest.approx([0.25, 0.0, 2 * slope])  # class 1 is not in the batch
+    with pytest.raises(InputError, match="labels must be given"):
+        each(features(3))
+
+
+def held_out(confidence: list[float], correct: list[bool]) -> Predictions:
+    """Two classes; the predicted one is class 0."""
+    c = torch.tensor(confidence, dtype=torch.float64)
+    probs = torch.stack([c, 1 - c], 1)
+    return Predictions.from_probabilities(probs, torch.tensor([0 if a else 1 for a in correct]))
+
+
+def of(source: AdaFocal, p_y: list[float]) -> list[float]:
+    """The gammas of samples whose true class has these probabilities."""
+    p = torch.tensor(p_y, dtype=torch.float64)
+    logits = torch.stack([p, 1 - p], 1).log()
+    return source(None, logits=logits, labels=torch.zeros(len(p), dtype=torch.int64)).tolist()
+
+
+def test_adafocal_starts_with_one_gamma_in_bins_of_equal_width() -> None:
+    source = AdaFocal(n_bins=4, gamma_init=1.5)
+    assert of(source, [0.01, 0.3, 0.6, 0.99]) == [1.5] * 4
+    assert source.upper.tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert not source(None, logits=torch.zeros(2, 3, requires_grad=True), labels=torch.tensor([0, 1])).requires_grad
+
+
+def test_adafocal_follows_its_rule_by_hand() -> None:
+    """Two bins of equal mass: {.6, .7}, of which none is right, and {.8, .9}, all right."""
+    source = AdaFocal(n_bins=2, rate=0.5)
+    predictions = held_out([0.6, 0.9, 0.7, 0.8], [False, True, False, True])
+    low, high = 1.0, 1.0
+    for _ in range(3):
+        source.update(predictions)
+        low, high = low * math.exp(0.5 * 0.65), high * math.exp(0.5 * -0.15)
+        assert of(source, [0.699]) == pytest.approx([low], rel=1e-5)
+        assert of(source, [0.701]) == pytest.approx([high], rel=1e-5)
+    assert of(source, [0.001, 0.65, 0.8, 0.9999]) == pytest.approx([low, low, high, high], rel=1e-5)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.5, 1), st.booleans()), min_size=1, max_size=30),
+    st.integers(1, 6),
+    st.floats(0.1, 30),
+    st.sampled_from([1.0, 0.2, -0.2, -1.0, 19.0]),
+)
+def test_adafocal_equals_its_rule_in_loops(
+    samples: list[tuple[float, bool]], n_bins: int, rate: float, start: float
+) -> None:
+    source = AdaFocal(n_bins, rate, start).double()
+    confidence, correct = [c for c, _ in samples], [a for _, a in samples]
+    n, ordered = len(samples), sorted(confidence)
+    upper = [ordered[math.ceil(m * n / n_bins) - 1] for m in range(1, n_bins + 1)]
+    gammas = source.gammas.tolist()
+    for _ in range(4):
+        source.update(held_out(confidence, correct))
+        for b in range(n_bins):
+            inside = [i for i, c in enumerate(confidence) if next(m for m in range(n_bins) if c <= upper[m]) == b]
+            if not inside:
+                continue
+            gap = sum(confidence[i] - correct[i] for i in inside) / len(inside)
+            moved = gammas[b] * math.exp(rate * gap if gammas[b] > 0 else -rate * gap)
+            if abs(moved) < 0.2:
+                moved = -0.2 if moved > 0 else 0.2
+            gammas[b] = min(max(moved, -2.0), 20.0)
+    assert source.gammas.tolist() == pytest.approx(gammas, rel=1e-9)
+
+
+def test_adafocal_switches_to_inverse_focal_and_back() -> None:
+    source = AdaFocal(n_bins=1, rate=1.0, gamma_init=0.3)
+    under, over = held_out([0.5] * 4, [True] * 4), held_out([0.9] * 4, [False] * 4)
+    source.update(under)  # .3 · exp(-.5) = .18 is below the threshold
+    assert of(source, [0.5]) == pytest.approx([-0.2])
+    source.update(under)  # more of inverse focal
+    assert of(source, [0.5]) == pytest.approx([-0.2 * math.exp(0.5)])
+    source.update(over)  # -.33 · exp(-.9) = -.13: back
+    assert of(source, [0.5]) == pytest.approx([0.2])
+    for _ in range(20):
+        source.update(over)
+    assert of(source, [0.5]) == [20.0]
+    for _ in range(20):
+        source.update(under)
+    assert of(source, [0.5]) == [-2.0]
+
+
+def test_adafocal_stays_where_the_predictions_are_calibrated() -> None:
+    calibrated = held_out([0.75] * 4, [True, True, True, False])
+    for gamma in (0.7, -0.7):  # at the threshold, which float32 rounds down
+        source = AdaFocal(n_bins=3, gamma_init=gamma, threshold=0.7)
+        source.update(calibrated)
+        assert of(source, [0.3, 0.75, 0.9]) == pytest.approx([gamma] * 3)
+
+
+def test_adafocal_is_restored_from_a_checkpoint() -> None:
+    source = AdaFocal(n_bins=5)
+    confidence = torch.linspace(0.5, 1, 50).tolist()
+    source.update(held_out(confidence, [i % 3 > 0 for i in range(50)]))
+    other = AdaFocal(n_bins=5)
+    other.load_state_dict(source.state_dict())
+    probe = torch.linspace(0.01, 0.99, 40).tolist()
+    assert of(other, probe) == of(source, probe) and len(set(of(source, probe))) == 5
+    assert [*source.parameters()] == []
+
+
 def test_bad_arguments() -> None:
     for make, match in [
         (lambda: FixedGamma(-1.0), "value must be >= 0"),
@@ -180,6 +308,14 @@ def test_bad_arguments() -> None:
         (lambda: GammaNet(0), "in_features must be >= 1"),
         (lambda: GammaNet(5, input="pixels"), "input must be one of features, noise, random, layer"),
         (lambda: GammaNet(5, layer="net.0"), "goes with input='layer'"),
+        (lambda: LearnedSmoothing(init=1.0), "init must be between 0 and 1, both exclusive, got 1.0"),
+        (lambda: LearnedSmoothing(per_class=True), "n_classes must be >= 2 with per_class, got 0"),
+        (lambda: AdaFocal(n_bins=0), "n_bins must be an integer"),
+        (lambda: AdaFocal(rate=-1.0), "rate must be > 0, got -1.0"),
+        (lambda: AdaFocal(threshold=-1.0), "threshold must be >= 0"),
+        (lambda: AdaFocal(gamma_init=0.1), "gamma_init must be in .* at least threshold = 0.2 in size, got 0.1"),
+        (lambda: AdaFocal(gamma_init=21.0), r"gamma_init must be in \[-2.0, 20.0\]"),
+        (lambda: AdaFocal(gamma_min=-0.1), "gamma_min and gamma_max must be at or beyond"),
         (lambda: GammaNet(5)(torch.randn(3, 4)), r"features must have shape \(N, 5\), got \(3, 4\)"),
     ]:
         with pytest.raises(InputError, match=match):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -40,6 +41,135 @@ def test_formulas() -> None:
     close(losses.label_smoothing(z, y, 0.3), -(target * torch.log(p)).sum(1))
     close(losses.brier(z, y), ((p - onehot) ** 2).sum(1))
     close(losses.mse(z, y), ((z - onehot) ** 2).sum(1) / 4)
+
+
+def rows(z: Tensor, y: Tensor, *values: Tensor) -> Iterator[tuple[list[float], int, list[float]]]:
+    """Probabilities, label and further values of each sample, by plain arithmetic."""
+    for i, row in enumerate(z.tolist()):
+        total = math.fsum(math.exp(v) for v in row)
+        yield [math.exp(v) / total for v in row], int(y[i]), [float(v[i]) for v in values]
+
+
+def same(found: Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+def test_formulas_of_the_focal_family() -> None:
+    z, y = batch(40, 5)
+    gamma = torch.linspace(0, 6, 40, dtype=torch.float64)
+    dual, inverse = [], []
+    for p, label, (g,) in rows(z, y, gamma):
+        below = max([q for q in p if q < p[label]], default=0.0)
+        dual.append(-((1 - p[label] + below) ** g) * math.log(p[label]))
+        inverse.append(-((1 + p[label]) ** g) * math.log(p[label]))
+    same(losses.dual_focal(z, y, gamma), dual)
+    same(losses.inverse_focal(z, y, gamma), inverse)
+    for f in (losses.focal, losses.dual_focal, losses.inverse_focal):
+        torch.testing.assert_close(f(z, y, 2.5), f(z, y, torch.tensor(2.5)))
+        torch.testing.assert_close(f(z, y, 2.5), f(z, y, torch.full((40,), 2.5)))
+
+
+def test_adafocal_is_focal_above_zero_and_inverse_focal_below() -> None:
+    z, y = batch(40)
+    gamma = torch.linspace(-2, 20, 40, dtype=torch.float64)
+    expected = [
+        -((1 - p[label]) ** g if g >= 0 else (1 + p[label]) ** -g) * math.log(p[label])
+        for p, label, (g,) in rows(z, y, gamma)
+    ]
+    same(losses.adafocal(z, y, gamma), expected)
+    assert torch.equal(losses.adafocal(z, y, 3.0), losses.focal(z, y, 3.0))
+    assert torch.equal(losses.adafocal(z, y, -1.5), losses.inverse_focal(z, y, 1.5))
+
+
+def test_dual_focal_takes_the_largest_of_the_smaller_probabilities() -> None:
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5], [0.4, 0.4, 0.2]], dtype=torch.float64)
+    y = torch.zeros(4, dtype=torch.int64)
+    # above both; below both, so that there is none; between; and a tie, which is not smaller
+    base = torch.tensor([1 - 0.5 + 0.3, 1 - 0.2, 1 - 0.3 + 0.2, 1 - 0.4 + 0.2], dtype=torch.float64)
+    torch.testing.assert_close(losses.dual_focal(p.log(), y, 3.0), -(base**3) * p[:, 0].log())
+
+
+def test_confidence_penalty() -> None:
+    z, y = batch(20, 5)
+    expected = [-math.log(p[label]) - 0.3 * -sum(q * math.log(q) for q in p) for p, label, _ in rows(z, y)]
+    same(losses.confidence_penalty(z, y, 0.3), expected)
+    torch.testing.assert_close(losses.confidence_penalty(z, y, 0.0), losses.cross_entropy(z, y))
+
+
+def test_smoothing_of_each_sample() -> None:
+    z, y = batch(20, 5)
+    alpha = torch.linspace(0, 1, 20, dtype=torch.float64)
+    expected = []
+    for p, label, (a,) in rows(z, y, alpha):
+        expected.append(-sum(((1 - a) * (k == label) + a / 5) * math.log(q) for k, q in enumerate(p)))
+    same(losses.label_smoothing(z, y, alpha), expected)
+    one = torch.tensor(0.3, dtype=torch.float64)
+    assert torch.equal(losses.label_smoothing(z, y, one), losses.label_smoothing(z, y, 0.3))
+
+
+@pytest.mark.parametrize("name", ["dual_focal", "inverse_focal", "adafocal", "label_smoothing"])
+def test_mixed_derivatives_by_differences(name: str) -> None:
+    z, y = batch()
+    value = torch.linspace(0.3, 6, len(y), dtype=torch.float64)
+    value = value / 7 if name == "label_smoothing" else value
+    value = value * torch.tensor([1, -1] * 3) if name == "adafocal" else value
+    inputs = (z.requires_grad_(), value.requires_grad_())
+    assert torch.autograd.gradgradcheck(lambda z, v: losses.LOSSES[name](z, y, v), inputs)
+
+
+EXTREMES = {
+    "brier": (),
+    "confidence_penalty": (0.0, 0.1, 10.0),
+    "cross_entropy": (),
+    "label_smoothing": (0.0, 0.05, 1.0),
+    "mse": (),
+    "focal": GAMMAS,
+    "dual_focal": GAMMAS,
+    "inverse_focal": GAMMAS,
+    "adafocal": [*GAMMAS, -0.2, -2.0, -20.0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_every_loss_is_finite_at_every_gap(name: str, dtype: torch.dtype) -> None:
+    """Value, gradient and, where a source may give the third argument, the mixed derivative."""
+    gaps = torch.tensor(GAPS + [-g for g in GAPS])
+    z = torch.stack([gaps, torch.zeros_like(gaps), -gaps.abs()], 1).to(dtype).requires_grad_()
+    y = torch.zeros(len(gaps), dtype=torch.int64)
+    loss = losses.LOSSES[name]
+    for value in EXTREMES[name] or [None]:
+        learned = value is not None and name != "confidence_penalty"
+        third = torch.full((len(gaps),), value, requires_grad=True) if learned else value
+        found = loss(z, y) if third is None else loss(z, y, third)
+        assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        (slope,) = torch.autograd.grad(found.sum(), z, create_graph=True)
+        assert torch.isfinite(found).all() and torch.isfinite(slope).all()
+        if learned:
+            direction = torch.linspace(-1, 2, slope.numel(), dtype=slope.dtype).view_as(slope)
+            (mixed,) = torch.autograd.grad((slope * direction).sum(), third)
+            assert torch.isfinite(mixed).all()
+
+
+@pytest.mark.parametrize("name", ["dual_focal", "inverse_focal", "adafocal"])
+def test_gamma_zero_of_the_others_is_cross_entropy_exactly(name: str) -> None:
+    z, y = batch()[0].float().requires_grad_(), batch()[1]
+    for gamma in (0.0, torch.zeros(6)):
+        a, b = losses.LOSSES[name](z, y, gamma), losses.cross_entropy(z, y)
+        assert torch.equal(a, b)
+        assert torch.equal(torch.autograd.grad(a.sum(), z)[0], torch.autograd.grad(b.sum(), z)[0])
+
+
+@given(st.integers(1, 9), st.integers(2, 6), st.integers(0, 10**6))
+def test_order_of_samples_and_names_of_classes_do_not_matter(n: int, k: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    z, y = 3 * torch.randn(n, k, generator=g, dtype=torch.float64), torch.randint(k, (n,), generator=g)
+    samples, classes = torch.randperm(n, generator=g), torch.randperm(k, generator=g)
+    renamed = torch.empty_like(classes)
+    renamed[classes] = torch.arange(k)
+    for loss in losses.LOSSES.values():
+        torch.testing.assert_close(loss(z[samples], y[samples]), loss(z, y)[samples])
+        torch.testing.assert_close(loss(z[:, classes], renamed[y]), loss(z, y))
 
 
 def test_label_smoothing_is_that_of_torch() -> None:
@@ -128,6 +258,15 @@ def test_bad_input() -> None:
         (lambda: losses.brier(z, y[:-1]), r"labels must have shape \(6,\)"),
         (lambda: losses.mse(z, y.float()), "int64"),
         (lambda: losses.label_smoothing(z, y, 1.5), r"smoothing must be in \[0, 1\], got 1.5"),
+        (
+            lambda: losses.label_smoothing(z, y, torch.ones(4)),
+            "smoothing must be a number or have one value per sample",
+        ),
+        (lambda: losses.dual_focal(z, y, -1.0), "gamma must be >= 0, got -1.0"),
+        (lambda: losses.inverse_focal(z, y, math.nan), "gamma must be >= 0, got nan"),
+        (lambda: losses.adafocal(z, y, math.inf), "gamma must be finite, got inf"),
+        (lambda: losses.confidence_penalty(z, y, -0.1), "beta must be >= 0, got -0.1"),
+        (lambda: losses.confidence_penalty(z, y[:-1]), r"labels must have shape \(6,\)"),
     ]:
         with pytest.raises(InputError, match=match):
             call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import shutil
 import subprocess
@@ -11,6 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+
+def test_every_package_goes_into_the_wheel():
+    listed = configparser.ConfigParser()
+    listed.read(ROOT / "setup.cfg")
+    found = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "metacal").rglob("__init__.py")}
+    assert set(listed["options"]["packages"].split()) == found | {"metacal.configs"}
 
 
 @pytest.mark.slow
@@ -35,6 +43,4 @@ def test_the_wheel_trains_outside_the_checkout(tmp_path):
         [sys.executable, "-c", code, str(site)], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert (
-        tmp_path / "runs" / "default" / "gamma_net,data.train_size=200,epochs=1" / "seed0" / "summary.json"
-    ).is_file()
+    assert (tmp_path / "runs" / "default" / "metacal,data.train_size=200,epochs=1" / "seed0" / "summary.json").is_file()

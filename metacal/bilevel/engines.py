@@ -29,16 +29,19 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metacal.bilevel.replay import Recorder, Replayer, Unmatched
-from metacal.bilevel.state import RandomState, buffers_of
+from metacal.bilevel.state import RandomState, buffers_of, restore_buffers
 from metacal.bilevel.tangents import FastTangents
 from metacal.bilevel.updates import Cotangents, total_norm
 from metacal.errors import InputError, require
 from metacal.forward_mode import dual_level
 
-__all__ = ["ENGINES", "Difference", "Forward", "Outputs", "Reverse", "call"]
+__all__ = ["ENGINES", "Difference", "Forward", "Mark", "Outputs", "Reverse", "Step", "call"]
 
 Outputs = tuple[Tensor, Tensor | None]
 """Logits `(N, K)` and features `(N, D)`, or None from a model that returns logits only."""
+
+Mark = tuple[Tensor | None, "RandomState | None", dict[str, Tensor]]
+"""What a training forward started from: inputs, random streams and buffers."""
 
 
 def call(model: nn.Module, x: Tensor, replaced: dict[str, Tensor] | None = None) -> Outputs:
@@ -59,7 +62,7 @@ def _forward_differentiable() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-class _Step:
+class Step:
     """What the engines share: the model's names for its parameters, and what one step must remember."""
 
     def __init__(self, trained: nn.Module, model: nn.Module, names: Sequence[str], params: Sequence[Tensor]) -> None:
@@ -86,6 +89,17 @@ class _Step:
         self.x = x
         self.random = RandomState(x.device)
         self.buffers = buffers_of(self.model)
+
+    def mark(self) -> Mark:
+        """What the last `forward` started from; with `resume` a batch taken in parts has one product for each."""
+        return self.x, self.random, self.buffers
+
+    def resume(self, mark: Mark) -> None:
+        self.x, self.random, self.buffers = mark
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors whose graph a training forward builds: θ, and a copy of it if the engine works on one."""
+        return self.params
 
     def backward(self, loss: Tensor, logits: Tensor, penalised: bool = False) -> None:
         """Add the gradient of the loss to `.grad`. penalised: not only the logits carry θ into the loss."""
@@ -114,7 +128,7 @@ class _Step:
         """Go on from a `state`."""
 
 
-class Forward(_Step):
+class Forward(Step):
     """Forward mode: one pass of the logits with tangents. Exact, without a second graph.
 
     With `reuse` the pass takes its values from the training forward and computes tangents only, two forwards'
@@ -191,7 +205,7 @@ class Forward(_Step):
             return torch.zeros_like(logits) if tangent is None else tangent.clone()
 
 
-class Difference(_Step):
+class Difference(Step):
     """Difference quotient of the logits: one or, if `central`, two plain forwards.
 
         J v ≈ (z(θ + εv) − z(θ)) / ε     or     (z(θ + εv) − z(θ − εv)) / 2ε
@@ -272,7 +286,7 @@ def _rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-class Reverse(_Step):
+class Reverse(Step):
     """Double backward: g = Jᵀ ω is linear in the cotangent ω of the logits, so J v = ∂⟨g(ω), v⟩/∂ω. Exact.
 
     Keeps the graph of the backward pass, so the model must allow double backward; θ is copied before the
@@ -289,11 +303,18 @@ class Reverse(_Step):
         super().keep()
         for old, p in zip(self.old, self.params):
             old.requires_grad_(p.requires_grad)
+        # the graph that is kept holds these copies: the module's own buffers may change before it is used
+        buffers = {name: b.clone() for name, b in self.buffers.items()}
         with sdpa_kernel(SDPBackend.MATH):
-            return call(self.model, x, dict(zip(self.names, self.old)))
+            outputs = call(self.model, x, {**buffers, **dict(zip(self.names, self.old))})
+        restore_buffers(self.model, buffers)
+        return outputs
 
     def keep(self) -> None:
         """Done in `forward`."""
+
+    def leaves(self) -> list[Tensor]:
+        return [*self.old, *self.params]
 
     def backward(self, loss: Tensor, logits: Tensor, penalised: bool = False) -> None:
         (cotangent,) = torch.autograd.grad(loss, logits, retain_graph=penalised)
@@ -325,4 +346,4 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-ENGINES: dict[str, type[_Step]] = {"forward": Forward, "difference": Difference, "reverse": Reverse}
+ENGINES: dict[str, type[Step]] = {"forward": Forward, "difference": Difference, "reverse": Reverse}

@@ -2,8 +2,10 @@
 
 A step takes θ to θ' = U(θ, g; state). The outer problem needs v = (∂U/∂g)ᵀ u for a cotangent u of θ'. The step
 itself is always taken by the real optimizer; only the transpose lives here, one function per optimizer class in
-`TRANSPOSES`. The optimizers below act on every entry of g by itself, so the transpose is a product with ∂U/∂g
-entry by entry. Gradient clipping comes before them and couples the entries: `transposed_clip`.
+`TRANSPOSES`. SGD and Adam act on every entry of g by itself, so the transpose is a product with ∂U/∂g entry by entry;
+Muon couples the entries of one matrix. Two optimizers are made of others: SAM's transpose is that of the optimizer
+inside, BulkSGD's is SGD's after a projection. Gradient clipping comes before all of them and couples all entries:
+`transposed_clip`.
 
 Use: with the gradients in `.grad`, call `transposed_update(optimizer, params)` before `optimizer.step()`, and what it
 returns afterwards. The step may use `.grad` as scratch memory: what is read of it after the step comes from
@@ -20,6 +22,9 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from metacal.errors import InputError
+from metacal.optim.bulk_sgd import BulkSGD
+from metacal.optim.muon import Muon, adjusted_lr, newton_schulz_of
+from metacal.optim.sam import SAM
 
 __all__ = [
     "TRANSPOSES",
@@ -48,12 +53,18 @@ class GroupTranspose(NamedTuple):
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Raise `InputError` unless the step of this optimizer can be differentiated."""
-    if type(optimizer) not in TRANSPOSES:
-        names = ", ".join(sorted(kind.__name__ for kind in TRANSPOSES))
+    """Raise `InputError` unless the step of this optimizer can be differentiated.
+
+    Its class must be one of those known here, exactly: a subclass may step in another way.
+    """
+    kind = type(optimizer)
+    if kind is SAM:
+        check_supported(optimizer.base)  # type: ignore[attr-defined]
+    elif kind not in TRANSPOSES:
+        names = ", ".join(sorted(known.__name__ for known in TRANSPOSES))
         raise InputError(
-            f"optimizer must be one of {names} (their steps are the ones the outer problem can differentiate), "
-            f"got {type(optimizer).__name__}"
+            f"optimizer must be one of {names}, or SAM with one of these inside (their steps are the ones the outer "
+            f"problem can differentiate), got {kind.__name__}"
         )
 
 
@@ -75,6 +86,8 @@ def _writes_gradients(group: dict[str, Any]) -> bool:
 
     With weight decay or maximize it has made a new tensor before that. `foreach=None` is its choice except on a CPU.
     """
+    if group.get("kind") == "muon":
+        return False
     if not group.get("nesterov") or group["weight_decay"] != 0 or group["maximize"] or group.get("fused"):
         return False
     foreach = group["foreach"]
@@ -92,6 +105,8 @@ def transposed_update(
     since one pass over the parameters is a measurable part of a step.
     """
     check_supported(optimizer)
+    if isinstance(optimizer, SAM):
+        return transposed_update(optimizer.base, params)
     position = {p: i for i, p in enumerate(params)}
     groups: list[tuple[list[int], GroupTranspose]] = []
     for group in optimizer.param_groups:
@@ -99,9 +114,12 @@ def transposed_update(
         if moved:
             transpose = TRANSPOSES[type(optimizer)](optimizer, group, moved)
             groups.append(([position[p] for p in moved], transpose))
+    moving = [None if p.grad is None else p for group in optimizer.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def apply(cotangents: Cotangents) -> tuple[Cotangents, float]:
+        if isinstance(optimizer, BulkSGD):
+            cotangents = _projected(optimizer, moving, position, cotangents)
         result: Cotangents = [None] * len(cotangents)
         by_factor: dict[float, list[Tensor]] = {}
         for positions, transpose in groups:
@@ -122,6 +140,26 @@ def transposed_update(
         return result, 1.0
 
     return apply
+
+
+def _projected(
+    optimizer: BulkSGD, moving: list[Tensor | None], position: dict[Tensor, int], cotangents: Cotangents
+) -> Cotangents:
+    """P u, where BulkSGD takes θ to θ + P Δ with SGD's displacement Δ and a symmetric P, held constant.
+
+    moving: the optimizer's parameters, None for those that the step leaves alone. P couples all the others: where M
+    does not depend on one of them, it may still move another on which M depends.
+    """
+    tensors: Cotangents = []
+    for p in moving:
+        cotangent = cotangents[position[p]] if p in position else None
+        tensors.append(torch.zeros_like(p) if cotangent is None and p is not None else cotangent)
+    optimizer.project(tensors)
+    result = list(cotangents)
+    for p, tensor in zip(moving, tensors):
+        if p in position:
+            result[position[p]] = tensor
+    return result
 
 
 def clips(total: float, max_norm: float) -> bool:
@@ -192,7 +230,7 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> 
     lr, eps = float(group["lr"]), float(group["eps"])
     sign = -1.0 if group["maximize"] else 1.0
     # torch before 2.7 marks AdamW by its class alone
-    decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay", False)
+    decoupled = isinstance(optimizer, (AdamW, Muon)) or group.get("decoupled_weight_decay", False)
     decay = 0.0 if decoupled else group["weight_decay"]
     grads = [g for g in kept_gradients(optimizer, params) if g is not None]
     if decay:
@@ -223,9 +261,38 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> 
     return GroupTranspose([1.0] * len(params), multiply)
 
 
+def _muon(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> GroupTranspose:
+    """Muon: B' = μ B + (1 − μ) g, θ' = … − lr·s · NS(D), D = (1 − μ) g + μ B' if Nesterov else B'.
+
+        v = −lr·s · (1 − μ) (1 + μ if Nesterov) · (∂NS/∂D)ᵀ u
+
+    with Newton–Schulz differentiated exactly, as the polynomial iteration that it is, at the actual D. B' is read from
+    the state after the step. Groups of another kind have the step of AdamW or SGD.
+    """
+    if group["kind"] != "muon":
+        return _MUON_REST[group["kind"]](optimizer, group, params)
+    slope = 1.0 - group["momentum"]
+    if group["nesterov"]:
+        slope *= 1.0 + group["momentum"]
+    grads = [p.grad for p in params]
+
+    def multiply(which: list[int], tensors: list[Tensor]) -> None:
+        for i, u in zip(which, tensors):
+            grad = grads[i]
+            assert grad is not None
+            u.copy_(newton_schulz_of(group, grad, optimizer.state[params[i]]["momentum_buffer"], u))
+
+    return GroupTranspose([-adjusted_lr(group, p) * slope for p in params], multiply)
+
+
+_MUON_REST = {"adamw": _adam, "sgd": _sgd}
+
 TRANSPOSES: dict[type[Optimizer], Callable[[Optimizer, dict[str, Any], list[Tensor]], GroupTranspose]] = {
     SGD: _sgd,
     Adam: _adam,
     AdamW: _adam,
+    Muon: _muon,
+    # the projection, which couples all groups, is done before
+    BulkSGD: _sgd,
 }
 """`(optimizer, group, params with a gradient) -> GroupTranspose`, called before the step with `.grad` set."""

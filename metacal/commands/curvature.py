@@ -36,7 +36,7 @@ def curvature_command(argv: Sequence[str]) -> int:
     from metacal.training import checkpoint
     from metacal.training.curvature_monitor import curvature_values
     from metacal.training.folder import check_run
-    from metacal.training.setup import build_backbone, choose_device, fixed_subset, prepare_data
+    from metacal.training.setup import build_backbone, choose_device, curvature_loss, fixed_subset, prepare_data
 
     folder = check_run(arguments.run)
     saved = [(file, checkpoint.load(file)) for file in folder.last.parent.glob("*.pt")]
@@ -52,7 +52,13 @@ def curvature_command(argv: Sequence[str]) -> int:
     for epoch, name, weights in states:
         checkpoint.load_weights(backbone, weights, name)
         values = curvature_values(
-            backbone, x, y, tol=arguments.tolerance, batch_size=config.data.batch_size, starts=starts
+            backbone,
+            x,
+            y,
+            tol=arguments.tolerance,
+            batch_size=config.data.batch_size,
+            starts=starts,
+            loss=curvature_loss(config),
         )
         p = predict(backbone, (x, y))
         found[name] = {"epoch": epoch, "accuracy": accuracy(p), "ece": ece(p)}
@@ -75,7 +81,9 @@ def curvature_command(argv: Sequence[str]) -> int:
         return values[name] if error is None else Spread(values[name], error)
 
     rows = [(name, [cell(values, c.name) for c in columns]) for name, values in found.items()]
-    notes = [f"{len(y)} samples of {arguments.split}, evaluation mode, mean cross-entropy; ± one standard error."]
+    notes = [
+        f"{len(y)} samples of {arguments.split}, evaluation mode, mean {curvature_loss(config)}; ± one standard error."
+    ]
     print(Table(columns, rows, "checkpoint", notes=notes))
     return 0
 

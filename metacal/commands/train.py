@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metacal.errors import InputError, require
+from metacal.errors import InputError, RunError, require
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from metacal.config import Config
+    from metacal.studies.grid import Job
 
 __all__ = ["train_command"]
 
@@ -22,6 +31,7 @@ def train_command(argv: Sequence[str]) -> int:
     config_file = None
     if words and words[0].endswith((".yaml", ".yml")) and ("=" not in words[0] or Path(words[0]).is_file()):
         config_file = words.pop(0)
+    _check_launcher(words)
     if any(word.startswith("-") for word in words):
         return _with_hydra(words, config_file)
 
@@ -123,64 +133,146 @@ def _run_beside_baselines(config: Config, words: list[str], config_file: str | N
     return show_together(outcomes)
 
 
-def _check_sweep(words: Sequence[str], config_file: str | None) -> None:
-    """Compose every value of every swept key once, so that a bad one surfaces before the first run."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+_SHOW = {"--cfg", "-c"}  # Hydra's flag that shows a config and runs nothing
 
-    from metacal.compose import compose, explain
+# Hydra's launchers beside its own, and the packages that bring them.
+_LAUNCHERS = {
+    "submitit_slurm": ("submitit", "slurm"),
+    "submitit_local": ("submitit", "slurm"),
+    "joblib": ("joblib", "joblib"),
+    "ray": ("ray", "ray"),
+}
 
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(words))
-    except HydraException as error:
-        raise InputError(explain(error)) from None
-    swept = {
-        o.get_key_element(): list(o.sweep_string_iterator()) for o in parsed if o.is_sweep_override() and o.value()
-    }
-    fixed = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
-    first = {key: values[0] for key, values in swept.items()}
-    for key, values in swept.items() or [("", [""])]:
-        for value in values:
-            chosen = first | ({key: value} if key else {})
-            config = compose([*fixed, *(f"{k}={v}" for k, v in chosen.items())], config_file)
-            require(
-                config.resume is None and not config.baselines and config.run_dir is None,
-                "resume, baselines and run_dir are for one run; a sweep (-m) goes on with interrupted runs by itself",
+
+def _check_launcher(words: Sequence[str]) -> None:
+    """A launcher's words belong to a grid, and its plugin must be installed."""
+    launching = [word for word in words if word.lstrip("+~").startswith(("hydra/launcher=", "hydra.launcher."))]
+    flags = {word for word in words if word.startswith("-")}
+    require(
+        not launching or bool(flags),
+        f"{' '.join(launching)} says where the runs of a grid go: give it with -m (or --cfg hydra to look at it)",
+    )
+    for word in launching:
+        plugin, extra = _LAUNCHERS.get(word.partition("hydra/launcher=")[2], ("", ""))
+        if plugin and find_spec(f"hydra_plugins.hydra_{plugin}_launcher") is None:
+            raise InputError(
+                f"{word} needs the package hydra-{plugin}-launcher, which is not installed: "
+                f"pip install hydra-{plugin}-launcher, or metacal with its extra [{extra}]"
             )
+        require(
+            not word.endswith("=submitit_slurm") or bool(_SHOW & flags) or bool(shutil.which("sbatch")),
+            f"{word} needs SLURM's sbatch on this machine; hydra/launcher=submitit_local runs the same jobs here",
+        )
 
 
-def _with_hydra(words: list[str], config_file: str | None) -> int:
-    """Sweeps (-m), --help, --cfg and Hydra's other flags."""
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-    from omegaconf import DictConfig
-    from omegaconf.errors import OmegaConfBaseException
+class _Task:
+    """What Hydra runs with each config: here, or wherever a launcher has sent it.
 
-    from metacal.compose import config_dir, explain, from_dictionary, register_schema
+    It is pickled by its class's name. Nothing that it learns comes back: which run is done, only the folders say.
+    """
 
-    register_schema()
-    path = Path(config_file).resolve() if config_file else config_dir() / "train.yaml"
-    require(path.is_file(), f"config file {config_file} does not exist")
-    statuses: list[int] = []
+    def __init__(self, config_file: str | None, in_grid: bool) -> None:
+        self.config_file, self.in_grid = config_file, in_grid
+        self.status = 0
+        self.requeued = False  # by submitit, which pickles this object again for the next attempt
 
-    if any(word in ("-m", "--multirun") for word in words):
-        _check_sweep([word for word in words if not word.startswith("-")], config_file)
+    def __call__(self, node: DictConfig) -> int:
+        from hydra.core.hydra_config import HydraConfig
 
-    def task(node: DictConfig) -> None:
+        try:
+            self.status = self._run(node, list(HydraConfig.get().overrides.task))
+        except (InputError, RunError) as error:
+            if not self.in_grid:
+                raise
+            print(f"metacal: {error}", file=sys.stderr, flush=True)  # the other runs of the grid go on
+            self.status = 1
+        return self.status
+
+    def _run(self, node: DictConfig, overrides: list[str]) -> int:
+        from metacal.compose import from_dictionary
         from metacal.training.folder import folder_of, require_same_config
         from metacal.training.run import run
 
         config = from_dictionary(node)
-        overrides = list(HydraConfig.get().overrides.task)
-        folder = folder_of(config, overrides, config_file)
+        folder = folder_of(config, overrides, self.config_file)
         if folder.finished and not config.overwrite:
             require_same_config(config, folder)
             print(f"{folder.path}: already finished, skipped")
+            return 0
+        if not folder.finished and (self.requeued or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"):
+            config.overwrite = False  # the first attempt has started over; this one goes on
+        with self._saving_before_requeue() as requeue:
+            status = run(config, folder, overrides).show()
+            if status == 130:
+                requeue()  # does not come back if that is why the run stopped
+                raise KeyboardInterrupt  # Ctrl-C is meant for the whole grid
+        return status
+
+    @contextmanager
+    def _saving_before_requeue(self) -> Iterator[Callable[[], None]]:
+        """Inside a job of submitit, let its signal (USR2: preemption, or the end of the job's time) first end the run.
+
+        submitit's own handler puts the job back into the queue and ends the process at once, in the middle of a step.
+        Here the signal asks the training to stop and save, as SIGTERM does; the function that the block gets then
+        calls submitit's handler. Where nothing trains yet, or no longer, that is called right away.
+        """
+        number = getattr(signal, "SIG" + os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2"), None)
+        theirs = signal.getsignal(number) if number is not None and "SUBMITIT_EXECUTOR" in os.environ else None
+        if number is None or not callable(theirs) or threading.current_thread() is not threading.main_thread():
+            yield lambda: None
             return
-        statuses.append(run(config, folder, overrides).show())
-        if statuses[-1] == 130:  # Ctrl-C is meant for the whole sweep
-            raise KeyboardInterrupt
+        outside, me = signal.getsignal(signal.SIGTERM), os.getpid()
+        asked: list[int] = []
+
+        def hand_on(which: int, frame: Any) -> None:
+            self.requeued = True
+            theirs(which, frame)
+
+        def ask(which: int, frame: Any) -> None:
+            if os.getpid() != me:  # a data loader's worker, which the signal reaches too
+                return
+            if signal.getsignal(signal.SIGTERM) == outside:
+                hand_on(which, frame)
+            else:
+                asked.append(which)
+                signal.raise_signal(signal.SIGTERM)
+
+        signal.signal(number, ask)
+        try:
+            yield lambda: hand_on(asked[0], None) if asked else None
+        finally:
+            signal.signal(number, theirs)
+
+
+def _groups() -> str:
+    """The groups of `configs/` and their choices, for --help. Studies are no part of a run's config."""
+    from metacal.compose import config_dir
+
+    folders = sorted(p for p in config_dir().iterdir() if p.is_dir() and p.name not in ("study", "__pycache__"))
+    return "\n".join(f"{p.name}: {', '.join(sorted(f.stem for f in p.glob('*.yaml')))}" for p in folders) + "\n"
+
+
+def _with_hydra(words: list[str], config_file: str | None) -> int:
+    """Grids (-m), --help, --cfg and Hydra's other flags."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from metacal.compose import config_dir, explain, register_schema
+
+    register_schema()
+    OmegaConf.register_new_resolver("metacal_groups", _groups, replace=True)
+    path = Path(config_file).resolve() if config_file else config_dir() / "train.yaml"
+    require(path.is_file(), f"config file {config_file} does not exist")
+    jobs: list[Job] = []
+    if any(word in ("-m", "--multirun") for word in words):
+        from metacal.studies.grid import grid_jobs
+
+        require(not _SHOW.intersection(words), "-m runs a grid and --cfg shows a config: give one of them")
+        own = [w for w in words if "=" in w and not w.lstrip("+~").startswith(("-", "hydra/", "hydra."))]
+        jobs = grid_jobs(own, config_file, normal=True)  # so that a bad value surfaces before the first run
+    task = _Task(str(path) if config_file else None, in_grid=bool(jobs))
 
     # Hydra's parser wants the overrides in one piece, wherever its flags stand.
     words.sort(key=lambda word: word.startswith("-") or "=" not in word)
@@ -192,6 +284,29 @@ def _with_hydra(words: list[str], config_file: str | None) -> int:
         raise InputError(explain(error)) from None
     except SystemExit as stop:  # --help and its like
         return int(stop.code or 0)
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("submitit"):
+            raise
+        print(f"metacal: {str(error).strip().splitlines()[-1]}", file=sys.stderr)  # a job that died
     finally:
         sys.argv = argv
-    return max(statuses, default=0)
+    return _grid_status(jobs) if jobs else task.status
+
+
+def _grid_status(jobs: Sequence[Job]) -> int:
+    """What the folders say when the launcher has come back.
+
+    Raises:
+        RunError: naming the runs that are not finished.
+    """
+    missing = [job for job in jobs if not job.folder.finished]
+    print(f"{len(jobs)} runs, {len(jobs) - len(missing)} finished")
+    if len(jobs) - len(missing) > 1:
+        from metacal.studies.runner import runs_for_compare
+
+        words = runs_for_compare([job for job in jobs if job.folder.finished])
+        print("compare them: metacal compare " + " ".join(shlex.quote(word) for word in words))
+    if missing:
+        names = ", ".join(job.title for job in missing[:5]) + (", …" if len(missing) > 5 else "")
+        raise RunError(f"{len(missing)} of {len(jobs)} runs are not finished ({names}); the same command goes on")
+    return 0

@@ -7,23 +7,26 @@ With J_n = ∂z_n/∂θ and S_n, u as in `problem`:
     G v = 1/N Σ_n J_nᵀ S_n J_n v
     H v = ∇²L v = G v + R v,   R = Σ_nk u_nk ∇²z_nk
 
-Three routes lead to J v; F is one forward pass and a reverse pass costs about 2F.
+Four routes lead to J v; F is one forward pass and a reverse pass costs about 2F.
 
+`tape`         Carry tangents along the recorded forward pass (`tape`), whose values are there already: 2F, and 2F for
+               the reverse half. For H v the run is differentiated, ∇_θ(u·Jv): 5F. Needs a rule for every function.
 `double-vjp`   Record Jᵀu once as a graph in u; it is linear in u, so its reverse derivative along v is J v. 2F, and
                2F for the reverse half: 4F a product, after 3F once. Needs double backward.
 `forward`      Keep the reverse graph of the logits, take a fresh Jacobian-vector product in forward mode: 5F.
 `reverse`      (H only) reverse over reverse on the recorded gradient: 4F to 6F.
 `forward-over-reverse`  (H only) where double backward is missing; nothing is kept, 9F.
 
-Double backward of convolutions is dear (measured: J v costs 1.2 training steps on a ResNet-20, forward mode 0.8,
-while on an MLP it is 0.45 against 1.5), so networks with convolutions try `forward` first and the others
-`double-vjp`. A route that raises is dropped for the next, and the first product of each operator is verified at
-no cost: ⟨w, J v⟩ must equal ⟨Jᵀw, v⟩, where Jᵀw is an ordinary backward pass.
+The tape is tried first. Double backward of convolutions is dear (measured: J v costs 1.2 training steps on a
+ResNet-20, forward mode 0.8, while on an MLP it is 0.45 against 1.5), so networks with convolutions try `forward` next
+and the others `double-vjp`. A route that raises is dropped for the next, and the first product of each operator is
+verified at no cost: ⟨w, J v⟩ must equal ⟨Jᵀw, v⟩, where Jᵀw is an ordinary backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -34,12 +37,13 @@ from torch import Tensor, nn
 
 from metacal.curvature.layers import cache_block, examples_depend
 from metacal.curvature.problem import Problem, check_vector, logit_gradient, logit_hessian
+from metacal.curvature.tape import Tape
 from metacal.errors import InputError, require
 from metacal.forward_mode import dual_level
 
 __all__ = ["Curvature", "ggn_product", "hessian_product"]
 
-ROUTES = ("auto", "double-vjp", "forward")
+ROUTES = ("auto", "tape", "double-vjp", "forward")
 
 
 def _graph_names(*roots: Any) -> set[str]:
@@ -65,9 +69,10 @@ def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class _Recorded:
-    """Graphs of one chunk: logits z; and, once asked for, u(z) and g = Jᵀu as a graph in u and θ."""
+    """Graphs of one chunk: logits z and the tape of that pass; once asked for, u(z), and g = Jᵀu as a graph in u, θ."""
 
     z: Tensor
+    tape: Tape | None = None
     u: Tensor | None = None
     g: list[Tensor | None] | None = None
 
@@ -83,8 +88,8 @@ class Curvature:
     "mse"; `route` "auto", "double-vjp" or "forward"; `randomness` "refuse" or "freeze" (see `Problem.of`).
     Vectors are lists of tensors, shaped and ordered like the trainable entries of `model.parameters()`.
 
-    Attributes: `params`, `size` (their number of entries), `logits` (N, K) detached, `loss_value`; `gn_route` and
-    `hessian_route` after the first product.
+    Attributes: `params`, `size` (their number of entries), `logits` (N, K) detached, `loss_value`; `gn_route`,
+    `hessian_route` and `quadratic_route` after the first product of each kind.
 
     Raises `InputError` for bad arguments (`Problem.of`, `Problem.logits`), a batch split where the examples
     depend on each other, parameters changed after the graphs were recorded, and a network for which no route works.
@@ -114,9 +119,11 @@ class Curvature:
         self.size = sum(p.numel() for p in self.params)
         self.gn_route: str | None = None
         self.hessian_route: str | None = None
+        self.quadratic_route: str | None = None
         self._asked = route
         self._versions = [p._version for p in self.params]
         self._kept: dict[int, _Recorded] = {}
+        self._chosen: set[int] | None = None  # the chunks that products run over; None: all
         self._logits: list[Tensor | None] = [None] * len(self._parts)
         self._failed: dict[str, str] = {}  # routes to J v that do not work here, and why
         self._checked = False
@@ -138,6 +145,23 @@ class Curvature:
     def __len__(self) -> int:
         return len(self.problem)
 
+    def _active(self) -> list[tuple[int, Problem]]:
+        return [(i, part) for i, part in enumerate(self._parts) if self._chosen is None or i in self._chosen]
+
+    @contextlib.contextmanager
+    def quarter(self) -> Iterator[bool]:
+        """Products with a quarter of the examples, over N all the same, at a quarter of the cost.
+
+        For start vectors. Yields False, and changes nothing, unless the examples are kept in four blocks or more.
+        """
+        count = len(self._parts)
+        apart = self._keep_all and count >= 4
+        self._chosen = set(range(0, count, 4)) if apart else None
+        try:
+            yield apart
+        finally:
+            self._chosen = None
+
     @property
     def logits(self) -> Tensor:
         for i, part in enumerate(self._parts):
@@ -156,6 +180,20 @@ class Curvature:
 
     # -- recording -------------------------------------------------------------------------------------------
 
+    def _forward(self, part: Problem) -> tuple[Tensor, Tape | None]:
+        if self._asked not in ("auto", "tape"):
+            return part.logits(), None
+        with Tape(self.params) as tape:
+            z = part.logits()
+        return z, tape.close(z)
+
+    def _tape(self, i: int) -> Tape:
+        """The tape of chunk i; RuntimeError where it cannot be used."""
+        tape = self._record(i).tape
+        if tape is None or tape.failure is not None:
+            raise RuntimeError("not recorded" if tape is None else tape.failure)
+        return tape
+
     def _record(self, i: int, second: bool = False) -> _Recorded:
         """Graphs of chunk i; `second` adds the gradient as a graph."""
         require(
@@ -168,12 +206,12 @@ class Curvature:
         else:
             if not self._keep_all:
                 self._kept.clear()  # free the last chunk's graphs before building this one's
-            z = part.logits()
+            z, tape = self._forward(part)
             require(z.requires_grad, "logits do not depend on any trainable parameter")
             if self._logits[i] is None:
                 part.check_logits(z)
                 self._logits[i] = z.detach()
-            kept = _Recorded(z)
+            kept = _Recorded(z, tape)
             self._kept[i] = kept
         if second and kept.g is None:
             u = logit_gradient(kept.z, part.y, part.loss) / len(self.problem)
@@ -187,6 +225,12 @@ class Curvature:
         return kept
 
     # -- the halves, chunk by chunk ---------------------------------------------------------------------------
+
+    def _jv_tape(self, i: int, v: list[Tensor]) -> Tensor:
+        tape = self._tape(i)  # outside no_grad: it may have to record
+        with torch.no_grad():
+            first, _ = tape.run(v)
+        return torch.zeros_like(self._record(i).z, requires_grad=False) if first is None else first
 
     def _jv_double(self, i: int, v: list[Tensor]) -> Tensor:
         kept = self._record(i, second=True)
@@ -215,12 +259,12 @@ class Curvature:
             return [self._asked]
         names = _graph_names(self._record(i).z.grad_fn)
         if any("Convolution" in n or "BatchNorm" in n for n in names):
-            return ["forward", "double-vjp"]
-        return ["double-vjp", "forward"]
+            return ["tape", "forward", "double-vjp"]
+        return ["tape", "double-vjp", "forward"]
 
     def _jv_chunk(self, i: int, v: list[Tensor]) -> Tensor:
         """J v of chunk i by the chosen route, or by the first one that does not raise."""
-        routes = {"double-vjp": self._jv_double, "forward": self._jv_forward}
+        routes = {"tape": self._jv_tape, "double-vjp": self._jv_double, "forward": self._jv_forward}
         if self.gn_route is not None:
             return routes[self.gn_route](i, v)
         for name in self._gn_routes(i):
@@ -258,7 +302,7 @@ class Curvature:
         v = check_vector(v, self.params)
         with self.problem.math():
             while True:
-                jv = torch.cat([self._jv_chunk(i, v) for i in range(len(self._parts))])
+                jv = torch.cat([self._jv_chunk(i, v) for i, _ in self._active()])
                 if self._checked:
                     return jv
                 w = jv.clone()
@@ -271,7 +315,7 @@ class Curvature:
         with self.problem.math():
             total: list[Tensor] | None = None
             row = 0
-            for i, part in enumerate(self._parts):
+            for i, part in self._active():
                 total = _added(total, self._jt(i, w[row : row + len(part)]))
                 row += len(part)
         assert total is not None
@@ -282,7 +326,7 @@ class Curvature:
         n = len(self.problem)
         with self.problem.math():
             total: list[Tensor] | None = None
-            for i, part in enumerate(self._parts):
+            for i, part in self._active():
                 kept = self._record(i)
                 if kept.g is not None:
                     grads = [g if g is None else g.detach() for g in kept.g]
@@ -297,8 +341,11 @@ class Curvature:
         if not self._keep_all:
             return
         with self.problem.math():
-            if matrix == "hessian" or self._gn_routes(0)[0] == "double-vjp":
-                for i in range(len(self._parts)):
+            tape = self._record(0).tape
+            if tape is not None and tape.failure is None:
+                return
+            if matrix == "hessian" or next(r for r in self._gn_routes(0) if r != "tape") == "double-vjp":
+                for i, _ in self._active():
                     self._record(i, second=True)
 
     def gn(self, v: Sequence[Tensor]) -> list[Tensor]:
@@ -309,7 +356,7 @@ class Curvature:
             while True:
                 total: list[Tensor] | None = None
                 moved, pulled = [], []
-                for i, part in enumerate(self._parts):
+                for i, part in self._active():
                     jv = self._jv_chunk(i, v)
                     w = logit_hessian(self._record(i).z.detach(), jv, part.loss) / n
                     total = _added(total, self._jt(i, w))
@@ -322,16 +369,16 @@ class Curvature:
     def hessian(self, v: Sequence[Tensor]) -> list[Tensor]:
         """H v, like the parameters."""
         v = check_vector(v, self.params)
-        routes = {"reverse": self._hv_reverse, "forward-over-reverse": self._hv_forward}
+        routes = {"tape": self._hv_tape, "reverse": self._hv_reverse, "forward-over-reverse": self._hv_forward}
         failures = []
         with self.problem.math():
             for name in list(routes) if self.hessian_route is None else [self.hessian_route]:
                 try:
                     total: list[Tensor] | None = None
-                    for i in range(len(self._parts)):
+                    for i, _ in self._active():
                         total = _added(total, routes[name](i, v))
                     assert total is not None
-                    if self.hessian_route is None and name != "reverse":
+                    if self.hessian_route is None and name == "forward-over-reverse":
                         self._check_symmetry(v, total)
                     self.hessian_route = name
                     return total
@@ -345,7 +392,7 @@ class Curvature:
         """RuntimeError unless ⟨w, H v⟩ = ⟨v, H w⟩ for another vector w, by forward over reverse."""
         w = [torch.linspace(-1, 1, p.numel()).to(p).reshape(p.shape) for p in self.params]
         hw: list[Tensor] | None = None
-        for i in range(len(self._parts)):
+        for i, _ in self._active():
             hw = _added(hw, self._hv_forward(i, w))
         assert hw is not None
         a, b = float(_dot(w, hv)), float(_dot(v, hw))
@@ -353,12 +400,37 @@ class Curvature:
         if abs(a - b) > 1e-3 * (abs(a) + abs(b)) + 1e-5 * scale:
             raise RuntimeError(f"the product is not symmetric, {a:.6g} and {b:.6g}")
 
+    def quadratic(self, v: Sequence[Tensor]) -> float:
+        """vᵀH v = d²L(θ + εv)/dε²: from second derivatives of the logits along v (5F), else from a product with H."""
+        v = check_vector(v, self.params)
+        n, total = len(self.problem), 0.0
+        try:
+            with self.problem.math():
+                for i, part in self._active():
+                    tape = self._tape(i)
+                    with torch.no_grad():
+                        first, second = tape.run(v, second=True)
+                    z = self._record(i).z.detach()
+                    u = logit_gradient(z, part.y, part.loss)
+                    if first is not None:
+                        total += float((first * logit_hessian(z, first, part.loss)).sum())
+                    if second is not None:
+                        total += float((u * second).sum())
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            value = float(_dot(self.hessian(v), v))
+            self.quadratic_route = f"Hessian product, {self.hessian_route}"
+            return value
+        self.quadratic_route = "second derivatives, tape"
+        return total / n
+
     def residual_quadratic(self, v: Sequence[Tensor]) -> tuple[float, float]:
         """(vᵀH v, vᵀG v) from one reverse pass over the recorded gradient: no separate product with G."""
         v = check_vector(v, self.params)
         n, h, g = len(self.problem), 0.0, 0.0
         with self.problem.math():
-            for i, part in enumerate(self._parts):
+            for i, part in self._active():
                 kept = self._record(i, second=True)
                 assert kept.g is not None and kept.u is not None
                 used = [(t, a) for t, a in zip(kept.g, v) if t is not None and t.requires_grad]
@@ -373,6 +445,16 @@ class Curvature:
                 h += float(_dot(_filled(both[1:], self.params), v))
                 g += float((jv * logit_hessian(kept.z.detach(), jv, part.loss)).sum()) / n
         return h, g
+
+    def _hv_tape(self, i: int, v: list[Tensor]) -> list[Tensor]:
+        tape = self._tape(i)
+        kept, part = self._record(i), self._parts[i]
+        first, _ = tape.run(v)
+        if first is None:
+            return [torch.zeros_like(p) for p in self.params]
+        u = logit_gradient(kept.z, part.y, part.loss) / len(self.problem)
+        grads = torch.autograd.grad((u * first).sum(), self.params, retain_graph=True, allow_unused=True)
+        return _filled(grads, self.params)
 
     def _hv_reverse(self, i: int, v: list[Tensor]) -> list[Tensor]:
         kept = self._record(i, second=True)

@@ -36,8 +36,9 @@ def batch_sharpness(
 ) -> Estimate:
     """Mean over mini-batches B of g_Bᵀ H_B g_B / ‖g_B‖² (Andreyev & Beneventano 2024): curvature along SGD's own step.
 
-    `batches` yields (x, y). One gradient, recorded, and one Hessian product a batch. `stderr` is that of the mean
-    over batches (nan for a single one); `draws` counts them. Batches whose gradient is exactly zero have no
+    `batches` yields (x, y). One gradient a batch and one second derivative
+    along it (`Curvature.quadratic`; a Hessian product where the network has no tape). `stderr` is that of the
+    mean over batches (nan for a single one); `draws` counts them. Batches whose gradient is exactly zero have no
     direction and are left out. Raises `InputError` for no batch, or none with a gradient, and as `Curvature` does.
     """
     values: list[float] = []
@@ -56,13 +57,13 @@ def batch_sharpness(
             if not float(size) > 0:
                 continue
             g = g / size
-            values.append(float(g @ flatten(c.hessian(unflatten(g, c.params)))))
-            route = c.hessian_route
+            values.append(c.quadratic(unflatten(g, c.params)))
+            route = c.quadratic_route
     require(seen > 0, "batches must hold at least one mini-batch, got none")
     require(bool(values), f"the gradient is exactly zero in all {seen} mini-batches: batch sharpness is undefined")
     t = torch.tensor(values, dtype=torch.float64)
     stderr = float(t.std()) / math.sqrt(len(t)) if len(t) > 1 else math.nan
-    return Estimate(float(t.mean()), stderr, f"Hessian product, {route}", len(t))
+    return Estimate(float(t.mean()), stderr, route or "", len(t))
 
 
 def preconditioner_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

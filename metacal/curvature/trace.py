@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metacal.curvature.layers import cache_block, capture, examples_depend, gram_of, per_example_gram
+from metacal.curvature.layers import (
+    cache_block,
+    capture,
+    column_norms,
+    examples_depend,
+    gram_of,
+    per_example_gram,
+)
 from metacal.curvature.problem import Problem, factor_columns, logit_factor, logit_gradient
 from metacal.curvature.products import Curvature
 from metacal.curvature.structure import chain_of, curved_activations
@@ -115,7 +122,15 @@ def _gn_exact(problem: Problem) -> Tensor:
     columns = factor_columns(captured.z.detach(), problem.loss)
     if chain is not None:
         return chain.gauss_newton(torch.stack(columns, 1))
-    return torch.stack([per_example_gram(captured, c[:, None])[:, 0, 0] for c in columns]).sum(0)
+    return column_norms(captured, columns)
+
+
+def _exact_parts(problem: Problem, chunk_size: int | None) -> list[Problem]:
+    """Chunks for `_gn_exact`, which holds all columns' cotangents: a quarter of the block that fits the caches."""
+    block = cache_block(problem, share=4)
+    if block is not None:
+        chunk_size = min(chunk_size or block, block)
+    return problem.parts(chunk_size)
 
 
 def _norm2(v: list[Tensor]) -> float:
@@ -173,14 +188,13 @@ def gn_trace(
     with problem.math():
         depend = examples_depend(problem)
         if depend is None:
-            chunk_size = cache_block(problem) if chunk_size is None else chunk_size
-            parts = problem.parts(chunk_size)
             method = "output space, " + capture(problem.part(slice(0, 1))).method
             if exact:
-                values = torch.cat([_gn_exact(p) for p in parts])
+                values = torch.cat([_gn_exact(p) for p in _exact_parts(problem, chunk_size)])
                 columns = len(factor_columns(torch.zeros(1, _classes(problem)), loss))
                 return Estimate(float(values.double().mean()), 0.0, method + ", exact", columns)
-            value, stderr = _sampled(problem, chunk_size, probes, seed, _gn_draw)
+            block = cache_block(problem) if chunk_size is None else chunk_size
+            value, stderr = _sampled(problem, block, probes, seed, _gn_draw)
             return Estimate(value, stderr, method, probes)
     with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness, seed=seed) as c:
         value, stderr, passes = _batch_gn(c, max(2, probes), seed, exact)
@@ -311,7 +325,7 @@ def hessian_trace(
                 method = f"activation space, {name}" if sites else f"Tr H = Tr G, output space, {name}"
             if exact and (chain is not None or sites == []):
                 form = _chain_exact if chain is not None else _gn_exact
-                values = torch.cat([form(p) for p in _blocks(problem, block, chain)])
+                values = torch.cat([form(p) for p in _blocks(problem, chunk_size, chain)])
                 return Estimate(float(values.double().mean()), 0.0, method + ", exact", _classes(problem))
             if draw is not None and not exact:
                 value, stderr = _sampled(problem, block, probes, seed, draw)
@@ -336,7 +350,9 @@ def hessian_trace(
 
 def _blocks(problem: Problem, chunk_size: int | None, chain: Any) -> list[Problem]:
     """Chunks; with three or more hidden layers small enough for a width × width matrix an example."""
-    if chain is not None and chain.depth > 2:
+    if chain is None:
+        return _exact_parts(problem, chunk_size)
+    if chain.depth > 2:
         widest = max(w.shape[0] for w in chain.weights[:-1])
         chunk_size = min(chunk_size or len(problem), max(1, (1 << 24) // widest**2))
         if problem.randomness == "freeze":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["confidence_histogram", "reliability_curves", "reliability_diagram", "wilson_interval"]
+__all__ = ["confidence_histogram", "gamma_scatter", "reliability_curves", "reliability_diagram", "wilson_interval"]
 
 _ACCURACY, _OVER, _UNDER, _INK = "#4878a8", "#c44e52", "#dd9a3c", "#333333"
 _CYCLE = ("#4878a8", "#c44e52", "#5a9e6f", "#8172b2", "#dd9a3c", "#64b5cd", "#8c613c", "#555555")
@@ -142,6 +142,53 @@ def reliability_curves(
     ax.legend(frameon=False, fontsize=8.5, loc="upper left")
     _clean(ax, title)
     return figure
+
+
+def gamma_scatter(
+    gamma: Tensor, confidence: Tensor, correct: Tensor, ax: Axes | None = None, n_bins: int = 10, title: str = ""
+) -> Figure:
+    """The focal loss's gamma of single samples against their confidence, right and wrong predictions apart.
+
+    The line joins the median gammas in up to `n_bins` bins of equal numbers of samples, and the correlation is
+    Spearman's, of the ranks: NaN where all gammas or all confidences are equal.
+
+    Args:
+        gamma, confidence: (n,).
+        correct: bool (n,).
+    """
+    n = len(gamma)
+    require(
+        n > 0 and gamma.shape == confidence.shape == correct.shape,
+        f"gamma, confidence and correct must have one shape (n,) with n > 0, got {tuple(gamma.shape)}, "
+        f"{tuple(confidence.shape)} and {tuple(correct.shape)}",
+    )
+    figure, ax = _canvas(ax, (5.0, 3.8))
+    g, c, right = gamma.double().cpu().numpy(), confidence.double().cpu().numpy(), correct.cpu().numpy().astype(bool)
+    for name, chosen, color in (("right", right, _ACCURACY), ("wrong", ~right, _OVER)):
+        ax.scatter(
+            c[chosen], g[chosen], s=12, color=color, alpha=0.5, linewidth=0, label=f"{name} ({chosen.sum()})", zorder=3
+        )
+    bins = np.array_split(np.argsort(c, kind="stable"), min(n_bins, n))
+    middle = [(np.median(c[b]), np.median(g[b])) for b in bins]
+    ax.plot(*zip(*middle), color=_INK, linewidth=1.6, marker="o", markersize=3.5, label="median", zorder=4)
+    ax.set(xlim=(0, 1), xlabel="confidence", ylabel="gamma")
+    ax.set_ylim(bottom=min(0.0, 1.1 * float(g.min())))
+    said = f"rank correlation {_rank_correlation(g, c):.2f}"
+    ax.legend(frameon=True, framealpha=0.9, edgecolor="#cccccc", fontsize=8.5, title=said, title_fontsize=8.5)
+    _clean(ax, title)
+    return figure
+
+
+def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's: Pearson's of the ranks, equal values sharing the mean of theirs; NaN for a constant."""
+
+    def ranks(x: np.ndarray) -> np.ndarray:
+        _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts + 1) / 2)[inverse]
+
+    u, v = (r - r.mean() for r in (ranks(a), ranks(b)))
+    scale = float(np.sqrt((u**2).sum() * (v**2).sum()))
+    return float((u * v).sum()) / scale if scale > 0 else float("nan")
 
 
 # ------------------------------------------------------------------------------------------------ drawing

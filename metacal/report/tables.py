@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.table import Table as RichTable
 
-__all__ = ["COLUMNS", "FORMATS", "Cell", "Column", "Range", "Spread", "Table", "comparison", "summarise"]
+__all__ = ["COLUMNS", "FORMATS", "Cell", "Column", "Range", "Spread", "Table", "central", "comparison", "summarise"]
 
 FORMATS = ("text", "markdown", "csv", "latex")
 
@@ -124,6 +124,9 @@ class Table:
         corner: the header above the names.
         title, notes: lines before and after the table; LaTeX makes the title the caption, CSV has neither.
         best_within: a column whose values divide the rows into groups, each with a best of its own; None: one group.
+        marked: the cells to mark, as (row, column), in place of the best of each column.
+        mark_note: what the mark means, for plain text.
+        lead: leading columns that name a row together with its name, repeated where a wide table is broken.
     """
 
     columns: Sequence[Column]
@@ -132,6 +135,9 @@ class Table:
     title: str = ""
     notes: Sequence[str] = field(default=())
     best_within: int | None = None
+    marked: frozenset[tuple[int, int]] | None = None
+    mark_note: str = "best of its column"
+    lead: int = 0
 
     def __post_init__(self) -> None:
         for name, cells in self.rows:
@@ -161,13 +167,13 @@ class Table:
 
         if self.title:
             yield f"[bold]{escape(self.title)}[/bold]"
-        grid = self._grid()
+        grid = self.grid()
         cells = [max((len(row[i][0]) for row in grid[1:]), default=0) for i in range(len(grid[0]))]
         whole = [max(len(title), n) + 2 for (title, _), n in zip(grid[0], cells)]  # 2: between columns
         broken = [max(n, *map(len, title.split() or [""])) + 2 for (title, _), n in zip(grid[0], cells)]
         # Headers break at their spaces when that is what makes the columns fit; cells never do.
         widths = whole if sum(whole) <= options.max_width else broken
-        for part in _fitting(widths, options.max_width):
+        for part in _fitting(widths, options.max_width, self.lead):
             yield self._rich_part(grid, part, widths)
         for note in self.notes:
             yield f"[dim]{escape(note)}[/dim]"
@@ -180,14 +186,14 @@ class Table:
         table = RichTable(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         header, *body = grid
         for i in part:
-            table.add_column(escape(header[i][0]), justify="right" if i else "left", width=widths[i] - 2)
+            table.add_column(escape(header[i][0]), justify="right" if i > self.lead else "left", width=widths[i] - 2)
         for row in body:
             cells = [(escape(row[i][0]), row[i][1]) for i in part]
             table.add_row(*(f"[bold]{text}[/bold]" if best else text for text, best in cells))
         return table
 
-    def _grid(self, times: str = "±") -> list[list[tuple[str, bool]]]:
-        """Header and rows as (text, whether it is the best of its column): what every format is made of."""
+    def grid(self, times: str = "±") -> list[list[tuple[str, bool]]]:
+        """Header and rows as (text, whether it is marked): what every format is made of."""
         best = [self._best(i) for i in range(len(self.columns))]
         grid = [[(self.corner, False), *((c.header, False) for c in self.columns)]]
         for r, (name, cells) in enumerate(self.rows):
@@ -197,12 +203,14 @@ class Table:
 
     def _best(self, index: int) -> set[int]:
         """The rows whose value, as shown, is the best of the column in their group; none in a group of one row."""
+        if self.marked is not None:
+            return {r for r, c in self.marked if c == index}
         column = self.columns[index]
         if column.best is None:
             return set()
         groups: dict[Cell, dict[int, float]] = {}
         for r, (_, cells) in enumerate(self.rows):
-            value = _central(cells[index])
+            value = central(cells[index])
             if value is not None and not math.isnan(value):
                 group = None if self.best_within is None else cells[self.best_within]
                 groups.setdefault(group, {})[r] = float(column._number(value))
@@ -216,18 +224,18 @@ class Table:
         }
 
     def _text(self) -> str:
-        marked = self._grid()
+        marked = self.grid()
         # A column with a mark keeps a place for it in every row, so that the numbers stay aligned.
         places = {i for row in marked for i, (_, best) in enumerate(row) if best}
         grid = [[t + ("*" if best else " ") if i in places else t for i, (t, best) in enumerate(row)] for row in marked]
         widths = [max(len(row[i]) for row in grid) for i in range(len(grid[0]))]
         lines = [_aligned(row, widths) for row in grid]
         lines.insert(1, "  ".join("─" * w for w in widths))
-        notes = [*self.notes, *(["* best of its column"] if places else [])]
+        notes = [*self.notes, *([f"* {self.mark_note}"] if places else [])]
         return "\n".join([*([self.title] if self.title else []), *lines, *notes])
 
     def _markdown(self) -> str:
-        grid = [[f"**{text}**" if best else text.replace("|", r"\|") for text, best in row] for row in self._grid()]
+        grid = [[f"**{text}**" if best else text.replace("|", r"\|") for text, best in row] for row in self.grid()]
         rule = ["---", *["---:"] * len(self.columns)]
         lines = ["| " + " | ".join(row) + " |" for row in [grid[0], rule, *grid[1:]]]
         head = [f"**{self.title}**", ""] if self.title else []
@@ -235,7 +243,7 @@ class Table:
         return "\n".join([*head, *lines, *tail])
 
     def _latex(self) -> str:
-        grid = [[(_latex_text(text), best) for text, best in row] for row in self._grid(r"\pm")]
+        grid = [[(_latex_text(text), best) for text, best in row] for row in self.grid(r"\pm")]
         body = [" & ".join(rf"\textbf{{{text}}}" if best else text for text, best in row) + r" \\" for row in grid]
         lines = [
             rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}",
@@ -334,7 +342,8 @@ def _look_up(results: Mapping[str, float], name: str, split: str) -> float | Non
     return None if value is None else float(value)
 
 
-def _central(cell: Cell) -> float | None:
+def central(cell: Cell) -> float | None:
+    """A cell's value, or its mean; None where it has no number."""
     if cell is None or isinstance(cell, str):
         return None
     return float(cell[0]) if isinstance(cell, tuple) else float(cell)
@@ -353,12 +362,13 @@ def _part(cell: Cell, suffix: str) -> float | int | str | None:
     return cell.std if isinstance(cell, Spread) and suffix == "_std" else None
 
 
-def _fitting(widths: Sequence[int], limit: int) -> list[list[int]]:
-    """Columns in groups no wider than `limit`, the names (column 0) in each; a group has one more column at least."""
-    groups: list[list[int]] = [[0]]
-    for i in range(1, len(widths)):
-        if len(groups[-1]) > 1 and sum(widths[k] for k in groups[-1]) + widths[i] > limit:
-            groups.append([0])
+def _fitting(widths: Sequence[int], limit: int, lead: int = 0) -> list[list[int]]:
+    """Columns in groups no wider than `limit`, the names (column 0) and `lead` more in each; a group has one other."""
+    names = list(range(lead + 1))
+    groups: list[list[int]] = [list(names)]
+    for i in range(lead + 1, len(widths)):
+        if len(groups[-1]) > len(names) and sum(widths[k] for k in groups[-1]) + widths[i] > limit:
+            groups.append(list(names))
         groups[-1].append(i)
     return groups
 

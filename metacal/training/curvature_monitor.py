@@ -25,10 +25,11 @@ __all__ = ["CurvatureMonitor", "curvature_values"]
 
 
 class CurvatureMonitor:
-    """Curvature of the mean cross-entropy on a fixed training subset, in evaluation mode, every `every` steps.
+    """Curvature of the mean `loss` on a fixed training subset, in evaluation mode, every `every` steps.
 
-    Whatever loss trains the model, the curvature is that of cross-entropy, so that methods compare. Searches
-    start from the last measurement's vector. Logged under ``curvature/``:
+    The loss is cross-entropy, whatever trains the model, so that methods compare; "mse" is for models trained on it,
+    whose logits are no log-probabilities. Searches start from the last measurement's vector. Logged under
+    ``curvature/``:
 
     - gn_sharpness, hessian_sharpness: λ_max(G), λ_max(H), each with `_bound`, the relative error bound reached
     - gn_trace, hessian_trace, batch_sharpness, each with `_stderr`
@@ -51,8 +52,9 @@ class CurvatureMonitor:
         certificate: int = 0,
         seed: int = 0,
         held_out: tuple[Tensor, Tensor] | None = None,
+        loss: str = "cross_entropy",
     ) -> None:
-        self.held_out = held_out
+        self.held_out, self.loss = held_out, loss
         self.x, self.y, self.every, self.tol = x, y, every, tol
         self.batch_size, self.certificate, self.seed = batch_size, certificate, seed
         self._starts: dict[str, Sequence[Tensor]] = {}
@@ -67,10 +69,13 @@ class CurvatureMonitor:
             certificate=self.certificate,
             seed=self.seed + state.step,
             starts=self._starts,
+            loss=self.loss,
         )
         if self.held_out is not None:
             with evaluation_mode(state.backbone):
-                found = gn_sharpness(state.backbone, *self.held_out, self.tol, self._starts.get("held_out"))
+                found = gn_sharpness(
+                    state.backbone, *self.held_out, self.tol, self._starts.get("held_out"), loss=self.loss
+                )
             self._starts["held_out"] = found.vector
             values["curvature/held_out_gn_sharpness"] = found.value
         if state.optimizer is not None:
@@ -93,7 +98,13 @@ class CurvatureMonitor:
             beta = group["betas"][0]
             with evaluation_mode(state.backbone):
                 found = preconditioned_sharpness(
-                    state.backbone, self.x, self.y, state.optimizer, self.tol, self._starts.get("preconditioned")
+                    state.backbone,
+                    self.x,
+                    self.y,
+                    state.optimizer,
+                    self.tol,
+                    self._starts.get("preconditioned"),
+                    loss=self.loss,
                 )
             self._starts["preconditioned"] = found.vector
             edge = 2 * (1 + beta) / ((1 - beta) * lr)
@@ -102,6 +113,8 @@ class CurvatureMonitor:
                 "curvature/edge": edge,
                 "curvature/edge_ratio": found.value / edge,
             }
+        if type(state.optimizer) is not torch.optim.SGD:  # where the others diverge is not known in closed form
+            return {}
         beta, dampening = group.get("momentum", 0.0), group.get("dampening", 0.0)
         edge = 2 * (1 + beta) / ((1 - dampening) * lr)
         if group.get("nesterov"):
@@ -119,20 +132,21 @@ def curvature_values(
     certificate: int = 0,
     seed: int = 0,
     starts: dict[str, Sequence[Tensor]] | None = None,
+    loss: str = "cross_entropy",
 ) -> dict[str, float]:
     """One measurement of all that `CurvatureMonitor` describes; `starts` keeps eigenvectors from one to the next."""
     starts = {} if starts is None else starts
     values: dict[str, float] = {}
     with evaluation_mode(backbone):
         for name, search in (("gn_sharpness", gn_sharpness), ("hessian_sharpness", hessian_sharpness)):
-            found = search(backbone, x, y, tol, starts.get(name))
+            found = search(backbone, x, y, tol, starts.get(name), loss=loss)
             starts[name] = found.vector
             values[name] = found.value
             values[f"{name}_bound"] = found.bound / abs(found.value) if found.value else 0.0
         for name, trace in (("gn_trace", gn_trace), ("hessian_trace", hessian_trace)):
-            estimate = trace(backbone, x, y, seed=seed)
+            estimate = trace(backbone, x, y, seed=seed, loss=loss)
             values[name], values[f"{name}_stderr"] = estimate.value, estimate.stderr
-        estimate = batch_sharpness(backbone, zip(x.split(batch_size), y.split(batch_size)))
+        estimate = batch_sharpness(backbone, zip(x.split(batch_size), y.split(batch_size)), loss=loss)
         values["batch_sharpness"], values["batch_sharpness_stderr"] = estimate.value, estimate.stderr
         if certificate:
             c = gn_norm_certificate(backbone, x[:certificate], y[:certificate])

@@ -19,13 +19,14 @@ from metacal.data import LoaderBatches, Split, as_batches, as_split
 from metacal.data.splits import stratified_draw
 from metacal.errors import InputError, require
 from metacal.models import Backbone
+from metacal.penalties import Pixels
 from metacal.predictions import Predictions
 from metacal.report.report import Report, predict
 from metacal.training.folder import RunFolder
 from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import train as train_loop
 from metacal.training.run import build_watch
-from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, build_parts, choose_device, learns_gamma
+from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, build_parts, choose_device, needs_meta, size_of_batches
 
 __all__ = ["Fit", "fit"]
 
@@ -86,6 +87,7 @@ def fit(
     batch_size: int = 128,
     seed: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
+    pixels: tuple[Sequence[float], Sequence[float]] | None = None,
     head: str | None = None,
     device: str = "auto",
     overrides: Sequence[str] = (),
@@ -107,7 +109,10 @@ def fit(
             the temperature; keep test data out of them all.
         method: a name in `configs/method/`, such as gamma_net, focal, cross_entropy.
         epochs, batch_size, seed: of the training; `batch_size` does not touch a DataLoader.
-        optimizer: your own over `model.parameters()` (SGD, Adam or AdamW of torch.optim); else the configured one.
+        optimizer: your own over `model.parameters()` (for methods that learn their gammas SGD, Adam or AdamW of
+            torch.optim or one of metacal.optim); else the configured one.
+        pixels: (mean, std) per channel, when inputs are (pixel - mean) / std with pixels in [0, 1]: what penalties that
+            perturb images need to know. uint8 images bring it with them.
         overrides: keys of the optimizer, schedule, loss, gamma, meta problem, monitors and precision, as on the command
             line: ``["optimizer.lr=0.05", "meta.engine=difference"]``.
         run_dir: a folder for checkpoints, metrics.jsonl and TensorBoard's file; None writes nothing.
@@ -118,6 +123,10 @@ def fit(
     """
     for word in overrides:
         key = word.lstrip("+~").split("=", 1)[0]
+        require(
+            optimizer is None or key.split(".")[0] != "optimizer" or key == "optimizer.clip_norm",
+            f"overrides cannot hold {key} beside an optimizer of your own: set it there",
+        )
         require(
             key.split(".")[0] not in _OUT_OF_REACH or key == "data.meta_batch_size",
             f"overrides cannot hold {key}: metacal.fit takes the model, the data and where to write as arguments",
@@ -131,7 +140,7 @@ def fit(
     backbone = Backbone(model, head).to(chosen)
     batches, source = _batches(config, train, meta, val, chosen)
     _require_labels(batches, backbone.n_classes)
-    parts = build_parts(config, backbone, *batches, optimizer=optimizer)
+    parts = build_parts(config, backbone, *batches, optimizer=optimizer, pixels=pixels_as_said(pixels, source, chosen))
     folder = None
     if run_dir is not None:
         folder = RunFolder(run_dir)
@@ -144,9 +153,12 @@ def fit(
     with torch.random.fork_rng(devices=[chosen] if chosen.type == "cuda" else []):
         torch.manual_seed(seed)
         log = RunLog(folder.path if folder else None)
+        if folder is not None:
+            log.start(own)
         console = ConsoleLog(config.method, config.epochs * len(parts.train), config.epochs, enabled=progress)
         try:
             done, best = train_loop(config, parts, watch, log, console, folder.path if folder else None)
+            log.finish({"time/train_s": done.seconds}, done.step)
         finally:
             console.stop()
             log.close()
@@ -167,11 +179,25 @@ def fit(
     )
 
 
+def pixels_as_said(
+    given: tuple[Sequence[float], Sequence[float]] | None, source: Split | None, device: Any
+) -> Pixels | None:
+    """How the inputs are made of pixels: as said, or by the transform of uint8 images."""
+    if given is not None:
+        mean, std = (torch.as_tensor(values, dtype=torch.float32, device=device) for values in given)
+        require(mean.shape == std.shape and mean.dim() == 1, f"pixels must be (mean, std) per channel, got {given}")
+        require(bool((std > 0).all()), f"pixels must have std > 0, got {given[1]}")
+        return Pixels(mean, std)
+    if source is None or source.transform is None:
+        return None
+    return Pixels(source.transform.mean.float(), source.transform.std.float())
+
+
 def _batches(
     config: Config, train: Any, meta: Any, val: Any, device: torch.device
 ) -> tuple[tuple[AnyBatches, AnyBatches | None, AnyBatches], Split | None]:
     """Training, meta and validation batches, and the training split unless it is a DataLoader's."""
-    learns = learns_gamma(config)
+    learns = needs_meta(config)
     size, seed = config.data.batch_size, config.seed
     source: Split | None = None
     if isinstance(train, DataLoader):
@@ -189,7 +215,10 @@ def _batches(
         elif not learns and meta is not None and not isinstance(meta, DataLoader):
             source = _joined(source, as_split(meta, "meta", device, like=source))
         train = source
-    train_batches = as_batches(train, size, seed, "train", device=device)
+    shuffle = True
+    if isinstance(train, Split):
+        size, shuffle = size_of_batches(config, train)
+    train_batches = as_batches(train, size, seed, "train", shuffle=shuffle, device=device)
     meta_batches = None
     if learns:
         if not isinstance(meta, DataLoader):

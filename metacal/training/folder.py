@@ -136,6 +136,7 @@ class RunFolder:
             "config.yaml",
             "metrics.jsonl",
             "summary.json",
+            "shift.json",
             "events.out.tfevents.*",
             "checkpoints/*.pt",
             "predictions/*.npz",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +16,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from metacal.compose import to_yaml
+from metacal.config import Config
 from metacal.errors import RunError
+from metacal.training import dashboards
 
-__all__ = ["ConsoleLog", "RunLog"]
+__all__ = ["FIGURE_SHARE", "ConsoleLog", "RunLog"]
 
-# TensorBoard's custom-scalars tab: charts that belong together. Names are regular expressions.
-_SUBSETS = "(train_subset|val_subset)"
-LAYOUT = {
-    "calibration": {
-        "ECE": ["Multiline", [f"(val|{_SUBSETS})/ece$", "val/adaptive_ece$"]],
-        "NLL": ["Multiline", [f"(val|{_SUBSETS})/nll$"]],
-        "accuracy": ["Multiline", [f"(val|{_SUBSETS})/accuracy$"]],
-        "over- and underconfidence": ["Multiline", ["val/overconfidence$", "val/underconfidence$"]],
-    },
-    "curvature beside ECE": {
-        "ECE": ["Multiline", [f"{_SUBSETS}/ece$"]],
-        "sharpness": [
-            "Multiline",
-            ["curvature/(gn_sharpness|held_out_gn_sharpness|hessian_sharpness|batch_sharpness|edge)$"],
-        ],
-        "traces": ["Multiline", ["curvature/(gn_trace|hessian_trace)$"]],
-        "sharpness over the edge of stability": ["Multiline", ["curvature/edge_ratio$"]],
-    },
-    "margins": {
-        "quantiles of the true margin": ["Multiline", [f"{_SUBSETS}/margin_q(05|50|95)$"]],
-        "margin moment Q": ["Multiline", ["margin/q$", f"{_SUBSETS}/certificate_q$"]],
-        "certificate ratios": [
-            "Multiline",
-            ["margin/ratio_.*$", f"{_SUBSETS}/certificate_ratio_.*$", "curvature/certificate_ratio$"],
-        ],
-    },
-    "gamma": {
-        "gamma": ["Multiline", ["gamma/(mean|q05|q50|q95)$"]],
-        "correlation with confidence": ["Multiline", ["gamma/confidence_correlation$"]],
-    },
-    "outer problem": {
-        "outer loss": ["Multiline", ["meta/outer_loss$"]],
-        "hypergradient norm": ["Multiline", ["meta/hypergradient_norm$"]],
-    },
-    "time": {"step": ["Multiline", ["time/step_ms$"]], "monitors": ["Multiline", ["time/monitor_.*_ms$"]]},
-}
+FIGURE_SHARE = 0.01  # of a run's time for the figures that it draws while it trains
+_FIGURE_SECONDS = 0.25  # taken for the first one, when none has been timed
 
 
 class RunLog:
@@ -66,14 +36,18 @@ class RunLog:
 
     def __init__(self, folder: Path | None, resume: Mapping[str, int] | None = None) -> None:
         self.history: list[dict[str, float]] = []  # what each validation logged, in memory
+        self.figures_wait = False  # figures were due and too dear
         self._writer: Any = None
         self._file: Any = None
+        self._tags: set[str] = set()
+        self._layout: Mapping[str, Any] = {}
+        self._began, self._drawing, self._drawn = time.perf_counter(), 0.0, 0
         if folder is None:
             return
         from torch.utils.tensorboard import SummaryWriter  # about a second to import
 
         path = folder / "metrics.jsonl"
-        purge = None
+        purge = 0  # the mark of a start: TensorBoard discards what came later only at a run's second one
         if resume is None:
             path.write_bytes(b"")
         else:
@@ -81,17 +55,20 @@ class RunLog:
             # What was logged after the checkpoint is logged again by the resumed run.
             with open(path, "ab") as file:
                 file.truncate(min(resume["metrics_bytes"], path.stat().st_size))
+            self._tags = _tags_in(path)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         self._writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=30)
-        if resume is None:
-            self._writer.add_custom_scalars(LAYOUT)
 
     @property
     def metrics_bytes(self) -> int:
-        """How long metrics.jsonl is: a checkpoint stores it, so that a resumed run cuts what came later."""
+        """How long metrics.jsonl is: a checkpoint stores it, so that a resumed run cuts what came later.
+
+        All that was logged until now is on its way to the disk when this returns, in TensorBoard's file too.
+        """
         if self._file is None:
             return 0
         self._file.flush()
+        self._writer.flush()
         return self._file.tell()
 
     def scalars(self, values: Mapping[str, float], step: int, epoch: int) -> None:
@@ -103,19 +80,84 @@ class RunLog:
             split, _, measure = name.partition("/")
             by_split.setdefault(split, {})[measure] = value if math.isfinite(value) else None
         try:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+            self._arrange(values)
+            self._write_scalars(values, step)
             for split, measures in by_split.items():
                 self._file.write(json.dumps({"step": step, "epoch": epoch, "split": split, **measures}) + "\n")
         except OSError as error:
             raise RunError(f"{self._file.name} could not be written: {error.strerror}") from error
 
-    def histogram(self, name: str, values: torch.Tensor, step: int) -> None:
-        if self._writer is not None and values.numel() and bool(torch.isfinite(values).all()):
-            self._writer.add_histogram(name, values.detach().float().cpu().numpy(), step, bins="auto")
+    def _write_scalars(self, values: Mapping[str, float], step: int) -> None:
+        """All of them as one event: ten times cheaper than `add_scalar` for each."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.file_writer.add_summary(summary, step)
+
+    def _arrange(self, tags: Iterable[str]) -> None:
+        """Write the layout of the custom-scalars tab when new tags give it more charts; TensorBoard takes the last."""
+        if self._tags.issuperset(tags) and self._layout:
+            return
+        self._tags.update(tags)
+        found = dashboards.layout(self._tags)
+        if found != self._layout:
+            self._layout = found
+            self._writer.add_custom_scalars(
+                {
+                    category: {chart: ["Multiline", tags] for chart, tags in charts.items()}
+                    for category, charts in found.items()
+                }
+            )
+
+    def histogram(
+        self, name: str, values: torch.Tensor, step: int, low: float | None = None, high: float | None = None
+    ) -> None:
+        """The distribution of `values` in 50 bins from `low` to `high`, or over their own range.
+
+        The number of bins is fixed: rules that derive it from the data take millions for a few outliers.
+        """
+        if self._writer is None or not values.numel() or not bool(torch.isfinite(values).all()):
+            return
+        found = values.detach().double().flatten().cpu().numpy()
+        low, high = (float(found.min()) if low is None else low), (float(found.max()) if high is None else high)
+        if not low < high:
+            low, high = low - 0.5, low + 0.5
+        counts, edges = np.histogram(found, 50, (low, high))
+        full = np.flatnonzero(counts)
+        shown = slice(full[0], full[-1] + 1)  # of the outer ones TensorBoard takes the least and the largest value
+        self._writer.add_histogram_raw(
+            name,
+            min=found.min(),
+            max=found.max(),
+            num=len(found),
+            sum=found.sum(),
+            sum_squares=found @ found,
+            bucket_limits=edges[1:][shown].tolist(),
+            bucket_counts=counts[shown].tolist(),
+            global_step=step,
+        )
+
+    def figures(self, draw: Mapping[str, Callable[[], Figure]], step: int, share: float | None = None) -> None:
+        """Draw figures into the Images tab, by name.
+
+        With `share`, only if drawing has taken and will take less than this share of the time since the run began;
+        otherwise `figures_wait` is true until it does.
+        """
+        if self._writer is None:
+            return
+        each = self._drawing / self._drawn if self._drawn else _FIGURE_SECONDS
+        expected = self._drawing + each * len(draw)
+        self.figures_wait = share is not None and expected > share * (time.perf_counter() - self._began)
+        if self.figures_wait:
+            return
+        for name, figure in draw.items():
+            began = time.perf_counter()
+            self.figure(name, figure(), step)
+            self._drawing += time.perf_counter() - began
+            self._drawn += 1
 
     def figure(self, name: str, figure: Figure, step: int) -> None:
-        """Draw `figure` into the Images tab. It is rendered here, so that no pyplot state is made."""
+        """Put `figure` into the Images tab. It is rendered here, so that no pyplot state is made."""
         if self._writer is None:
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -128,23 +170,40 @@ class RunLog:
         if self._writer is not None:
             self._writer.add_text(name, text)
 
-    def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """The HParams tab's entry, through this run's own event file."""
+    def start(self, config: Config, command: str = "") -> None:
+        """What this run is: the entry of the HParams tab, the config and the command as text. Once in a run's life."""
         if self._writer is None:
             return
-        from torch.utils.tensorboard.summary import hparams
-
-        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
-        for summary in hparams(plain, dict(metrics)):
+        for summary in (dashboards.experiment(config), dashboards.session_start(dashboards.hyperparameters(config))):
             self._writer.file_writer.add_summary(summary)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value)
+        self.text("config", "```yaml\n" + to_yaml(config) + "```")
+        if command:
+            self.text("command", f"`{command}`")
+        self._writer.flush()  # a killed run is still to be recognised, and a resumed one does not write this again
+
+    def finish(self, values: Mapping[str, float], step: int) -> None:
+        """The run is over: those of `values` that the HParams tab shows, and its status."""
+        if self._writer is None:
+            return
+        # those of val have their curve
+        self._write_scalars({k: values[k] for k in dashboards.METRICS if k in values and k[:4] != "val/"}, step)
+        self._writer.file_writer.add_summary(dashboards.session_end())
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._writer.close()
             self._file = self._writer = None
+
+
+def _tags_in(path: Path) -> set[str]:
+    """The names that metrics.jsonl holds, as ``split/measure``."""
+    tags: set[str] = set()
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            entry = json.loads(line)
+            tags |= {f"{entry['split']}/{name}" for name in entry.keys() - {"step", "epoch", "split"}}
+    return tags
 
 
 class ConsoleLog:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from metacal.bilevel import NonFiniteError
 from metacal.config import Config
 from metacal.errors import InputError, RunError, require
+from metacal.margins import true_margin
 from metacal.optim import learning_rate_factor
-from metacal.report.figures import reliability_diagram
+from metacal.report.figures import gamma_scatter, reliability_diagram
 from metacal.report.report import predict
 from metacal.training import checkpoint
-from metacal.training.logging import ConsoleLog, RunLog
+from metacal.training.logging import FIGURE_SHARE, ConsoleLog, RunLog
 from metacal.training.monitors import State, Watch
+from metacal.training.running import RunningMeasures
 from metacal.training.setup import Parts
 
 __all__ = ["Progress", "train"]
@@ -40,6 +44,7 @@ class Progress:
     seconds: float = 0.0  # of training, interruptions left out
     # Sum and count of what the steps reported since the last line of the log.
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    running: dict[str, Any] = field(default_factory=dict)  # of the training batches since the last validation
 
 
 def train(
@@ -70,8 +75,13 @@ def train(
     total = config.epochs * per_epoch
     base_lrs = [group["initial_lr"] for group in parts.optimizer.param_groups]
     save_every = max(1, round(config.checkpoint_every * per_epoch))
-    log_every = min(config.monitor.log_every, per_epoch)
+    log_every = config.monitor.log_every
     state = State(parts.backbone, p.step, p.epoch, parts.optimizer)
+    running = None
+    if config.monitor.name != "off" and config.data.mixup == 0:  # a mixed sample has no one label
+        running = RunningMeasures(config.monitor.n_bins)
+    if running is not None and p.running:
+        running.load_state_dict(p.running)
     best = _best_weights(folder, p)
     meta_stream: Iterator[tuple[Tensor, ...]] | None = None
     started = time.perf_counter() - p.seconds
@@ -79,18 +89,21 @@ def train(
 
     def save() -> None:
         p.seconds = time.perf_counter() - started
+        p.running = {} if running is None else running.state_dict()
         require_finite_weights(parts.backbone, p.step, folder)
         if folder is not None:
             checkpoint.save(folder / "checkpoints" / "last.pt", complete_state(parts, p, watch, log))
 
     while p.epoch < config.epochs:
         parts.backbone.train()
-        step.epoch = p.epoch
         for x, y in train_batches.epoch(p.epoch, start=p.batch):
             factor = _learning_rate_factor(config, p.step, total, per_epoch)
             for group, lr in zip(parts.optimizer.param_groups, base_lrs):
                 group["lr"] = lr * factor
 
+            step.epoch = p.epoch + p.batch / per_epoch
+            if (p.step + 1) % log_every == 0:
+                step.detail()
             began = time.perf_counter()
             with _naming_the_step(p, folder, "the training step"):
                 if parts.meta is not None and step.due and p.epoch >= config.meta.start_epoch:
@@ -108,8 +121,12 @@ def train(
             if step.last is not None:
                 state.logits, state.gamma = step.last.logits, step.last.gamma
             seen = values | {"lr": base_lrs[0] * factor, "ms": 1e3 * (time.perf_counter() - began)}
-            _log_step(p, seen, step.skipped, log_every, watch, log)
+            _collect(p, seen)
+            if p.step % log_every == 0:
+                _log_means(p, step.skipped, watch, log)
             with _naming_the_step(p, folder, "measuring"):
+                if running is not None and step.last is not None and "skipped" not in values:
+                    running.add(step.last.logits, step.last.labels, step.last.gamma)
                 log.scalars(watch.measure(state, validation=False), p.step, p.epoch)
             console.step(p.step)
             if stop is not None and stop():
@@ -120,9 +137,13 @@ def train(
                 save()
 
         p.epoch, p.batch = p.epoch + 1, 0
+        if parts.held_out is not None and parts.gamma is not None:
+            parts.gamma.update(predict(parts.backbone, parts.held_out.epoch(0)))  # type: ignore[operator]
         if p.epoch % config.monitor.val_every == 0 or p.epoch == config.epochs:
+            if p.sums:
+                _log_means(p, step.skipped, watch, log)  # a short epoch has its line too
             with _naming_the_step(p, folder, "validation"):
-                values = _validate(config, p, parts, state, watch, log)
+                values = _validate(config, p, parts, state, watch, running, log)
             if p.best_epoch == 0 or values["val/nll"] < p.best_nll:
                 p.best_nll, p.best_epoch = values["val/nll"], p.epoch
                 best = {k: v.detach().clone() for k, v in parts.backbone.state_dict().items()}
@@ -138,6 +159,8 @@ def train(
         if p.epoch == config.epochs or p.epoch * per_epoch % save_every == 0 or save_every < per_epoch:
             save()
     p.seconds = time.perf_counter() - started
+    if state.val is not None and config.monitor.figures_every:
+        log.figures(_figures(config, state, running), p.step)
     console.stop()
     return p, best
 
@@ -184,10 +207,12 @@ def _naming_the_step(p: Progress, folder: Path | None, what: str) -> Iterator[No
         ) from None
     except InputError as error:
         where = f"after step {p.step} (epoch {p.epoch + (p.batch > 0)})" if what != "the training step" else where
-        raise RunError(f"{what} {where} failed: {error}; {_kept(folder)}; lower optimizer.lr") from None
+        # measures refuse numbers that are not finite; a step refuses its input
+        hint = "" if what == "the training step" else "; lower optimizer.lr"
+        raise RunError(f"{what} {where} failed: {error}; {_kept(folder)}{hint}") from None
 
 
-# What `MetaStep.step` and the loop report of a step, under its name in the log.
+# What `MetaStep.step` and the loop report of a step, under its name in the log; names with a slash keep theirs.
 _STEP_NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -198,37 +223,60 @@ _STEP_NAMES = {
 }
 
 
-def _log_step(
-    p: Progress, values: Mapping[str, float], skipped: int, log_every: int, watch: Watch, log: RunLog
-) -> None:
-    """The means of what steps reported since the last line, every `log_every` steps."""
+def _collect(p: Progress, values: Mapping[str, float]) -> None:
+    """Add what a step reported to the sums since the last line of the log."""
     for name, value in values.items():
-        if name in _STEP_NAMES and math.isfinite(value):
+        if (name in _STEP_NAMES or "/" in name) and math.isfinite(value):
             total, count = p.sums.get(name, (0.0, 0))
             p.sums[name] = (total + value, count + 1)
-    if p.step % log_every == 0:
-        means = {_STEP_NAMES[name]: total / count for name, (total, count) in p.sums.items()}
-        means |= watch.scalars() | ({"train/skipped": float(skipped)} if skipped else {})
-        log.scalars(means, p.step, p.epoch)
-        p.sums = {}
 
 
-def _validate(config: Config, p: Progress, parts: Parts, state: State, watch: Watch, log: RunLog) -> dict[str, float]:
+def _log_means(p: Progress, skipped: int, watch: Watch, log: RunLog) -> None:
+    """The means of what steps reported since the last line."""
+    means = {_STEP_NAMES.get(name, name): total / count for name, (total, count) in p.sums.items()}
+    means |= watch.scalars() | ({"train/skipped": float(skipped)} if skipped else {})
+    log.scalars(means, p.step, p.epoch)
+    p.sums = {}
+
+
+def _validate(
+    config: Config, p: Progress, parts: Parts, state: State, watch: Watch, running: RunningMeasures | None, log: RunLog
+) -> dict[str, float]:
     """Predictions on val, every monitor that is due, histograms and figures."""
     state.val = predict(parts.backbone, parts.val.epoch(0))
     state.epoch = p.epoch
     values = watch.measure(state, validation=True)
+    if running is not None:
+        values |= running.values()
     log.scalars(values, p.step, p.epoch)
     log.history.append({"step": p.step, "epoch": p.epoch, **values})
-    if config.monitor.histograms:
-        log.histogram("val/confidence", state.val.confidence, p.step)
-        if state.gamma is not None and state.gamma.numel() > 1:
-            log.histogram("gamma/values", state.gamma, p.step)
-    every = config.monitor.figures_every
-    if every and (p.epoch % every == 0 or p.epoch == config.epochs):
-        log.figure("val/reliability", reliability_diagram(state.val, n_bins=config.monitor.n_bins), p.step)
+    m = config.monitor
+    if m.histograms:
+        assert state.val.logits is not None
+        log.histogram("val/confidence_values", state.val.confidence, p.step, 0.0, 1.0)
+        log.histogram("val/margin_values", true_margin(state.val.logits, state.val.labels), p.step)
+        sample = running.gammas() if running is not None else None
+        if sample is not None:
+            log.histogram("gamma/values", sample[0], p.step)
+    due = m.figures_every and (p.epoch % m.figures_every == 0 or log.figures_wait)
+    if due and p.epoch < config.epochs:  # the last ones are drawn when training is over
+        log.figures(_figures(config, state, running), p.step, None if m.max_share is None else FIGURE_SHARE)
     parts.backbone.train()
     return values
+
+
+def _figures(config: Config, state: State, running: RunningMeasures | None) -> dict[str, Callable[[], Figure]]:
+    """What to draw at a validation, by name."""
+    assert state.val is not None
+    figures: dict[str, Callable[[], Figure]] = {
+        "val/reliability": partial(reliability_diagram, state.val, n_bins=config.monitor.n_bins)
+    }
+    sample = running.gammas() if running is not None else None
+    if sample is not None:
+        figures["gamma/against_confidence"] = partial(
+            gamma_scatter, *sample, title=f"training samples, epoch {state.epoch}"
+        )
+    return figures
 
 
 def complete_state(parts: Parts, p: Progress, watch: Watch, log: RunLog) -> dict[str, Any]:

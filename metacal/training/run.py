@@ -32,8 +32,10 @@ from metacal.training.setup import (
     build_backbone,
     build_parts,
     choose_device,
+    curvature_loss,
     evaluation_batches,
     fixed_subset,
+    pixels_of,
     prepare_data,
     training_batches,
 )
@@ -71,7 +73,9 @@ def run(config: Config, folder: RunFolder, overrides: Sequence[str] = ()) -> Out
     data = prepare_data(config, device)
     backbone = build_backbone(config, data, device)
     train_batches, meta_batches = training_batches(config, data)
-    parts = build_parts(config, backbone, train_batches, meta_batches, evaluation_batches(data.val))
+    parts = build_parts(
+        config, backbone, train_batches, meta_batches, evaluation_batches(data.val), pixels=pixels_of(data)
+    )
     watch = build_watch(config, parts)
     folder.create()
     with folder.locked():
@@ -101,8 +105,7 @@ def _run_in(
     )
     command = " ".join(["metacal", "train", *overrides])
     if state is None:
-        log.text("config", "```yaml\n" + to_yaml(config) + "```")
-        log.text("command", f"`{command}`")
+        log.start(config, command)
     try:
         with _stop_on_signals() as stop:
             progress, best = train(config, parts, watch, log, console, folder.path, progress, stop)
@@ -146,8 +149,9 @@ def build_watch(config: Config, parts: Parts) -> Watch:
                     m.every,
                     tol=m.tolerance,
                     batch_size=parts.train.batch_size,
-                    certificate=m.certificate,
+                    certificate=m.certificate if config.loss.name != "mse" else 0,  # a bound for cross-entropy
                     seed=config.seed,
+                    loss=curvature_loss(config),
                     held_out=subsets["val_subset"],
                 )
             )
@@ -194,20 +198,7 @@ def _measure(
             "test": len(data.test),
         },
     }
-    shown = {k: v for k, v in test.items() if k.rpartition("/")[2] in ("accuracy", "nll", "ece", "ece_scaled", "brier")}
-    log.hyperparameters(
-        {
-            "method": config.method,
-            "seed": config.seed,
-            "model": config.model.name,
-            "data": config.data.name,
-            "optimizer": config.optimizer.name,
-            "lr": config.optimizer.lr,
-            "meta_lr": config.meta.lr,
-            "epochs": config.epochs,
-        },
-        shown,
-    )
+    log.finish(summary, progress.step)
     return summary
 
 

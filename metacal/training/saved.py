@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from metacal.compose import compose
+from metacal.config import Config
+from metacal.data import Data
 from metacal.errors import require
+from metacal.models import Backbone
 from metacal.predictions import Predictions
 from metacal.report.report import predict
 from metacal.training import checkpoint
 from metacal.training.folder import check_run
 from metacal.training.setup import build_backbone, choose_device, evaluation_batches, prepare_data
 
-__all__ = ["predict_run"]
+__all__ = ["SavedRun", "load_run", "predict_run"]
 
 
-def predict_run(path: str | Path, device_name: str = "auto", which: str = "best") -> dict[str, Predictions]:
-    """Predictions of a run's best (or last) checkpoint on its val and test splits.
+class SavedRun(NamedTuple):
+    """What a run worked with."""
+
+    config: Config
+    data: Data
+    backbone: Backbone
+
+
+def load_run(path: str | Path, device_name: str = "auto", which: str = "best") -> SavedRun:
+    """The config, the data and the backbone at a run's best (or last) checkpoint.
 
     Raises:
         InputError: when the folder is no run, has no checkpoint, or its data have changed since.
     """
-
     folder = check_run(path)
     file = folder.best if which == "best" else folder.last
     require(file.is_file(), f"{path} has no checkpoint yet (checkpoints/{file.name})")
@@ -37,4 +48,14 @@ def predict_run(path: str | Path, device_name: str = "auto", which: str = "best"
         )
     backbone = build_backbone(config, data, device)
     checkpoint.load_weights(backbone, checkpoint.load(file, device)["backbone"], str(file))
+    return SavedRun(config, data, backbone)
+
+
+def predict_run(path: str | Path, device_name: str = "auto", which: str = "best") -> dict[str, Predictions]:
+    """Predictions of a run's best (or last) checkpoint on its val and test splits.
+
+    Raises:
+        InputError: as `load_run`.
+    """
+    _, data, backbone = load_run(path, device_name, which)
     return {split.name: predict(backbone, evaluation_batches(split).epoch(0)) for split in (data.val, data.test)}

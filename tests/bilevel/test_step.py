@@ -470,8 +470,8 @@ def test_an_operation_without_forward_mode_is_named_before_anything_changes(own:
         ({"clip_norm": -1.0}, "clip_norm must be > 0"),
         ({"loss": "hinge"}, "loss must be"),
         ({"loss": "mse"}, "gamma_net must be None with loss='mse'"),
-        ({"penalties": {"no_such": 1.0}}, "unknown name 'no_such'"),
-        ({"penalties": {"mine": (lambda *_: 0, -1.0)}}, "weight >= 0"),
+        ({"penalties": {"no_such": 1.0}}, "penalty must be one of .*got 'no_such'"),
+        ({"penalties": {"mine": (lambda *_: 0, -1.0)}}, "must have a weight >= 0"),
         ({"engine_options": {"depth": 1}}, "engine_options must be options of engine 'forward'"),
         ({"engine": "higher", "engine_options": {"steps": 2}}, "steps must be between 1 and every = 1"),
         ({"engine": "difference", "engine_options": {"relative": 0.0}}, "relative must be > 0"),
@@ -486,7 +486,7 @@ def test_bad_optimizers() -> None:
     problem = make_problem("mlp")
     params = list(problem.backbone.parameters())
     meta_optimizer = Adam(problem.gamma_net.parameters())
-    with pytest.raises(InputError, match=r"optimizer must be one of Adam, AdamW, SGD .* got RMSprop"):
+    with pytest.raises(InputError, match=r"one of Adam, AdamW, BulkSGD, Muon, SGD, or SAM .* got RMSprop"):
         MetaStep(problem.backbone, RMSprop(params), problem.gamma_net, meta_optimizer)
     with pytest.raises(InputError, match=r"SGD with engine 'higher'.*use engine 'forward'"):
         MetaStep(problem.backbone, AdamW(params), problem.gamma_net, meta_optimizer, engine="higher")

@@ -32,6 +32,7 @@ CASES = [
     ("mmce", {"bandwidth": 0.01}),
     ("skce", {}),
     ("skce", {"bandwidth": 0.05}),
+    ("mdca", {}),
     ("nll", {}),
     ("brier", {}),
     ("confidence_gap", {}),
@@ -157,6 +158,27 @@ def test_surrogates_equal_the_measures_of_the_same_name():
     ]
     for surrogate, measure in pairs:
         assert surrogate.item() == pytest.approx(measure, abs=1e-6)
+
+
+def test_weighted_mmce_balances_right_and_wrong():
+    """Two confidences: MMCE_w² = wrong² + right² − 2 k wrong·right, whatever the numbers of either."""
+    right, wrong = 0.9, 0.6
+    rows = [[right, 1 - right]] * 9 + [[wrong, 1 - wrong]] * 2
+    logits, labels = torch.tensor(rows, dtype=torch.float64).log(), torch.tensor([0] * 9 + [1] * 2)
+    k = math.exp(-(right - wrong) / 0.4)
+    square = wrong**2 + (1 - right) ** 2 - 2 * k * wrong * (1 - right)
+    assert S.mmce(logits, labels, weighted=True).item() == pytest.approx(math.sqrt(square))
+    for rows in (slice(0, 9), slice(9, 11)):  # a batch all right, all wrong
+        expected = (1 - right) if rows.start == 0 else wrong
+        assert S.mmce(logits[rows], labels[rows], weighted=True).item() == pytest.approx(expected)
+
+
+def test_mdca_sees_classes_that_the_confidence_does_not():
+    # the same confidences and correctness, but in the second case class 1 gets what belongs to class 2
+    logits = torch.tensor([[0.6, 0.4, 0.0], [0.6, 0.0, 0.4]], dtype=torch.float64).add(1e-12).log()
+    labels = torch.tensor([0, 0])
+    assert S.mdca(logits, labels).item() == pytest.approx((0.4 + 0.2 + 0.2) / 3)
+    assert S.mdca(logits, torch.tensor([0, 1])).item() == pytest.approx((0.1 + 0.3 + 0.2) / 3)
 
 
 def test_effective_neighbours():
@@ -291,6 +313,42 @@ def test_autocast_does_not_lower_the_precision():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = S.sece(logits, labels)
     torch.testing.assert_close(inside, S.sece(logits, labels))
+
+
+# ---------------------------------------------------------------------------------------- added penalties
+
+
+@pytest.mark.parametrize("name", S.BATCH_PENALTIES)
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("kind", ["right", "wrong", "mixed"])
+def test_penalties_are_finite_for_every_batch(name, n, kind):
+    logits, _ = batch(n, k=3, scale=8, dtype=torch.float32)
+    best, worst = logits.argmax(1), logits.argmin(1)
+    labels = (
+        best if kind == "right" else worst if kind == "wrong" else torch.where(torch.arange(n) % 2 == 0, best, worst)
+    )
+    value, grad = value_and_grad(S.BATCH_PENALTIES[name], logits, labels)
+    assert value.shape == () and torch.isfinite(value) and torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("name", S.BATCH_PENALTIES)
+def test_a_penalty_lowers_what_it_names(name):
+    """A few steps down its gradient, from logits that are far too large."""
+    logits, labels = batch(60, scale=6)
+    penalty = S.BATCH_PENALTIES[name]
+    z = logits.clone().requires_grad_()
+    optimizer = torch.optim.Adam([z], lr=0.02)
+    for _ in range(30):
+        optimizer.zero_grad()
+        penalty(z, labels).backward()
+        optimizer.step()
+    assert penalty(z, labels) < 0.95 * penalty(logits, labels)
+
+
+def test_the_weighted_mmce_penalty_is_the_surrogate_with_its_key():
+    logits, labels = batch(20)
+    expected = S.build_outer({"mmce": {"weight": 1.0, "weighted": True}})(logits, labels)
+    assert S.BATCH_PENALTIES["mmce_weighted"](logits, labels) == expected != S.mmce(logits, labels)
 
 
 # ------------------------------------------------------------------------------------- degenerate batches

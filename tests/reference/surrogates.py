@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-__all__ = ["brier", "confidence_gap", "dece", "mmce", "nll", "sece", "skce", "soft_ece"]
+__all__ = ["brier", "confidence_gap", "dece", "mdca", "mmce", "nll", "sece", "skce", "soft_ece"]
 
 
 def _softmax(logits):
@@ -109,6 +109,15 @@ def confidence_gap(logits, labels, squared=False):
     c, a = _top(logits, labels)
     gap = sum(c) / len(c) - sum(a) / len(a)
     return gap**2 if squared else abs(gap)
+
+
+def mdca(logits, labels):
+    p, total = _softmax(logits), 0.0
+    for k in range(p.shape[1]):
+        confidence = sum(row[k] for row in p) / len(p)
+        frequency = sum(int(y) == k for y in labels) / len(p)
+        total += abs(confidence - frequency)
+    return total / p.shape[1]
 
 
 def nll(logits, labels):

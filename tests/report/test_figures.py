@@ -13,7 +13,13 @@ from scipy import stats
 from metacal.calibration import ece, reliability_bins
 from metacal.errors import InputError
 from metacal.predictions import Predictions
-from metacal.report.figures import confidence_histogram, reliability_curves, reliability_diagram, wilson_interval
+from metacal.report.figures import (
+    confidence_histogram,
+    gamma_scatter,
+    reliability_curves,
+    reliability_diagram,
+    wilson_interval,
+)
 
 
 def predictions(n: int = 500, scale: float = 2.0) -> Predictions:
@@ -102,6 +108,31 @@ def test_wilson_interval():
     assert wilson_interval(torch.tensor([0]), torch.tensor([0]))[0].isnan()
     with pytest.raises(InputError, match="level must lie"):
         wilson_interval(torch.tensor([1]), torch.tensor([2]), level=95)
+
+
+def test_gammas_are_drawn_where_they_are():
+    g = torch.Generator().manual_seed(1)
+    confidence = torch.rand(60, generator=g, dtype=torch.float64)
+    gamma = (5 * confidence + torch.rand(60, generator=g, dtype=torch.float64)).round(decimals=1)  # with ties
+    correct = torch.rand(60, generator=g) < 0.7
+    ax = gamma_scatter(gamma, confidence, correct, n_bins=5, title="a title").axes[0]
+    for drawn, chosen in zip(ax.collections, (correct, ~correct)):
+        assert torch.equal(torch.as_tensor(drawn.get_offsets().data), torch.stack([confidence, gamma], 1)[chosen])
+    order = confidence.argsort().reshape(5, 12)
+    for drawn, values in zip(ax.lines[0].get_data(), (confidence, gamma)):
+        assert list(drawn) == pytest.approx(values[order].quantile(0.5, dim=1).tolist())
+    rank = stats.spearmanr(gamma, confidence).statistic
+    assert ax.get_legend().get_title().get_text() == f"rank correlation {rank:.2f}"
+    assert f"right ({int(correct.sum())})" in {text.get_text() for text in ax.get_legend().get_texts()}
+
+
+def test_one_gamma_for_all_and_one_sample_can_be_drawn(tmp_path):
+    for n in (1, 7):
+        figure = gamma_scatter(torch.full((n,), 3.0), torch.rand(n), torch.ones(n, dtype=torch.bool))
+        figure.savefig(tmp_path / "gamma.png")
+        assert figure.axes[0].get_legend().get_title().get_text() == "rank correlation nan"
+    with pytest.raises(InputError, match="one shape"):
+        gamma_scatter(torch.rand(3), torch.rand(4), torch.rand(4) > 0)
 
 
 def test_no_pyplot_is_imported(tmp_path):

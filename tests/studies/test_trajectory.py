@@ -77,11 +77,11 @@ def test_a_tiny_study_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(grid, "config_dir", lambda: tmp_path / "configs")
     assert main(["study", "tiny", "jobs=2"]) == 0
     out = capsys.readouterr().out
-    assert "SGD, published" in out and "2 to do" in out
+    assert "SGD, published" in out and "2 runs: 2 waiting" in out
     report = tmp_path / "runs" / "tiny" / "report"
     assert {p.name for p in report.iterdir()} == {"table.md", "numbers.json", "phase.png", "curves.png"}
     numbers = json.loads((report / "numbers.json").read_text())
     assert len(numbers) == 2 and all(-1 <= n["own"]["held-out ECE"]["pearson"] <= 1 for n in numbers)
     assert main(["study", "tiny", "jobs=2"]) == 0
-    assert "2 finished, 0 to do" in capsys.readouterr().out
+    assert "2 runs, all finished" in capsys.readouterr().out
     assert main(["study", "tiny", "jobs=x"]) == 2

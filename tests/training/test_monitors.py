@@ -14,6 +14,7 @@ from metacal.calibration import ece, kce
 from metacal.cli import main
 from metacal.curvature import gn_sharpness, hessian_sharpness
 from metacal.models import Backbone
+from metacal.optim import SAM, Muon
 from metacal.predictions import Predictions
 from metacal.training.curvature_monitor import CurvatureMonitor
 from metacal.training.monitors import GammaMonitor, MarginMonitor, State, SubsetMonitor, Watch
@@ -92,6 +93,24 @@ def test_curvature_monitor_agrees_with_the_ground_floor_in_evaluation_mode(probl
     assert values["curvature/edge_ratio"] == pytest.approx(values["curvature/hessian_sharpness"] / 20)
     again = monitor.measure(State(backbone))  # starts from the last eigenvectors
     assert again["curvature/gn_sharpness"] == pytest.approx(values["curvature/gn_sharpness"], rel=1e-3)
+
+
+def test_the_curvature_of_a_model_trained_on_squares_is_that_of_squares(problem):
+    backbone, x, y = problem
+    values = CurvatureMonitor(x, y, 1, tol=1e-4, loss="mse").measure(State(backbone))
+    backbone.eval()
+    assert values["curvature/gn_sharpness"] == pytest.approx(
+        gn_sharpness(backbone, x, y, 1e-6, loss="mse").value, rel=1e-3
+    )
+    top = hessian_sharpness(backbone, x, y, 1e-6, loss="mse").value
+    assert values["curvature/hessian_sharpness"] == pytest.approx(top, rel=1e-3)
+
+
+@pytest.mark.parametrize("make", [lambda p: SAM(torch.optim.SGD(p, 0.1)), lambda p: Muon([*p][:1])])
+def test_an_optimizer_without_a_known_edge_has_none(problem, make):
+    backbone, x, y = problem
+    values = CurvatureMonitor(x, y, 1).measure(State(backbone, optimizer=make(backbone.parameters())))
+    assert not any("edge" in name for name in values)
 
 
 def test_adam_has_the_edge_of_the_preconditioned_sharpness(problem):

@@ -103,7 +103,7 @@ def test_the_event_file_holds_scalars_images_histograms_text_and_hparams(finishe
         f"{split}/{k}" for split in {line["split"] for line in lines(finished)} for k in ("step", "epoch", "split")
     }
     assert logged <= set(tags["scalars"])
-    assert {"gamma/values", "val/confidence"} <= set(tags["histograms"])
+    assert {"gamma/values", "val/confidence_values", "val/margin_values"} <= set(tags["histograms"])
     assert {"val/reliability", "test/reliability"} <= set(tags["images"])
     assert {"config/text_summary", "command/text_summary", "custom_scalars__config__"} <= set(tags["tensors"])
     assert events.PluginTagToContent("hparams").keys() >= {
@@ -234,7 +234,7 @@ def test_baselines_share_splits_and_one_table(tmp_path, capsys, monkeypatch):
     words = ["train", "epochs=1", "monitor.resamples=0", "data.train_size=300", "baselines=[focal,cross_entropy]"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    for word in ("gamma_net", "focal", "cross_entropy", "tensorboard --logdir", "reliability.png"):
+    for word in ("metacal", "focal", "cross_entropy", "tensorboard --logdir", "reliability.png"):
         assert word in out
     summaries = [json.loads(p.read_text()) for p in Path("runs").rglob("summary.json")]
     assert len(summaries) == 3

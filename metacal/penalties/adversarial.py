@@ -1,0 +1,100 @@
+"""How much the prediction changes under a small perturbation of the input that raises the loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metacal.errors import require, require_choice
+from metacal.margins import descend_in_ball
+from metacal.penalties.evaluate import check_batch, check_number, logits_of
+from metacal.penalties.margin import NORMS
+from metacal.penalties.pixels import OUTSIDE, Pixels, check_pixels, to_inputs
+
+__all__ = ["check_attack", "perturbed", "robust_kl"]
+
+
+def robust_kl(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    eps: float = 8 / 255,
+    alpha: float = 2 / 255,
+    steps: int = 3,
+    norm: str = "linf",
+    pixels: Pixels | None = None,
+    *,
+    logits: Tensor | None = None,
+) -> Tensor:
+    """mean_i KL(p(x_i) ‖ p(x_i^adv)) in nats, x^adv = `perturbed(x)`. CalMO (arXiv 2604.20614) weighs it by 0.5.
+
+    No gradient flows through the attack; p(x) and p(x^adv) both carry θ. All forwards run in the model's present
+    mode: a network that trains with batch statistics is attacked with those of the perturbed batch, since its
+    running statistics lag behind early in training. Parameters' gradients, buffers and modes stay as they are.
+    Dropout draws anew in each of the `steps` + 1 forwards, from the stream that training draws from.
+
+    Args:
+        x: (N, C, ...) in [0, 1], or normalised as `pixels` says; floating point.
+        y: (N,) labels, which the attack moves away from.
+        eps, alpha, steps, norm: radius, step length (both in pixel units) and number of steps of the attack.
+        logits: of the plain forward of x, with their graph, if there are any: they spare one forward.
+
+    Raises `InputError` for bad arguments and for inputs outside the pixel box.
+    """
+    check_attack(eps, alpha, steps, norm, pixels)
+    check_batch("robust_kl", model, x, y, inputs=True)
+    if logits is None:
+        logits = logits_of(model, x)
+    adversarial = logits_of(model, perturbed(model, x, y, eps, alpha, steps, norm, pixels))
+    logits = logits.to(adversarial.dtype)
+    log_p, log_q = logits.log_softmax(1), adversarial.log_softmax(1)
+    return (log_p.exp() * (log_p - log_q)).sum(1).mean()
+
+
+def perturbed(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    eps: float = 8 / 255,
+    alpha: float = 2 / 255,
+    steps: int = 3,
+    norm: str = "linf",
+    pixels: Pixels | None = None,
+) -> Tensor:
+    """x^adv, like x and without graph: `steps` steps of projected gradient ascent on cross-entropy, from x.
+
+    With δ the perturbation in pixel units, one step is δ ← δ + α·sign(g) ("linf") or δ + α·g/‖g‖₂ ("l2"), with
+    g the gradient of sample i's cross-entropy, then the projection on ‖δ‖ <= ε, then on pixels within [0, 1].
+    """
+    check_attack(eps, alpha, steps, norm, pixels)
+    check_batch("the attack", model, x, y, inputs=True)
+    start = x.detach()
+    mean, std = to_inputs(pixels, start)
+    pixel = start * std + mean
+    low, high = torch.stack([pixel.min(), pixel.max()]).tolist()
+    require(
+        low >= -OUTSIDE and high <= 1 + OUTSIDE,
+        f"x must have pixels in [0, 1], they reach from {low:.4g} to {high:.4g}: "
+        + ("set pixels=Pixels(mean, std) as the inputs were normalised" if pixels is None else "check pixels"),
+    )
+    centre = torch.zeros_like(start)
+    delta = centre
+    for _ in range(steps):
+        with torch.enable_grad():
+            at = delta.detach().requires_grad_()
+            loss = F.cross_entropy(logits_of(model, start + at / std), y, reduction="sum")
+            (slope,) = torch.autograd.grad(loss, at)
+        delta = descend_in_ball(delta.detach(), -slope, centre, eps, alpha, norm)
+        # where rounding left a pixel just outside, the perturbation does not take it further
+        delta = torch.minimum(torch.maximum(delta, (-pixel).clamp(max=0)), (1 - pixel).clamp(min=0))
+    return start + delta / std
+
+
+def check_attack(eps: float, alpha: float, steps: int, norm: str, pixels: Pixels | None) -> None:
+    """Raise `InputError` for options that no attack can have."""
+    check_number("eps", eps, 0)
+    check_number("alpha", alpha, 0, strict=True)
+    check_number("steps", steps, 1, integer=True)
+    require_choice("norm", norm, NORMS)
+    check_pixels(pixels)

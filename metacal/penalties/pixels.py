@@ -1,0 +1,56 @@
+"""Between the pixels of an image, in [0, 1], and what the network is given: (pixel − mean) / std per channel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metacal.errors import require
+
+__all__ = ["Pixels", "check_pixels", "to_inputs"]
+
+OUTSIDE = 1e-3  # how far, in pixel units, rounding may carry a valid input out of [0, 1]
+
+
+class Pixels(NamedTuple):
+    """Inputs are (pixel − mean) / std, one mean and std a channel (dimension 1 of x), pixels in [0, 1].
+
+    mean, std: numbers, sequences or tensors (C,); a single number serves all channels.
+    """
+
+    mean: float | Sequence[float] | Tensor
+    std: float | Sequence[float] | Tensor
+
+
+def check_pixels(pixels: Any) -> None:
+    """Raise `InputError` unless `pixels` is None or holds finite means and as many positive stds."""
+    if pixels is None:
+        return
+    require(
+        isinstance(pixels, Pixels),
+        f"pixels must be None (inputs in [0, 1]) or metacal.penalties.Pixels(mean, std), got {pixels!r}",
+    )
+    mean, std = (torch.as_tensor(t, dtype=torch.float64).cpu() for t in pixels)
+    require(
+        mean.shape == std.shape and mean.ndim <= 1 and bool(mean.isfinite().all()) and bool(std.isfinite().all()),
+        f"pixels must hold finite mean and std of one length, got mean {mean.tolist()} and std {std.tolist()}",
+    )
+    require(bool((std > 0).all()), f"pixels.std must be > 0, got {std.tolist()}")
+
+
+def to_inputs(pixels: Pixels | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, std), shaped to broadcast over x; (0, 1) where inputs are pixels themselves."""
+    if pixels is None:
+        return x.new_zeros(()), x.new_ones(())
+    mean, std = (torch.as_tensor(t, dtype=x.dtype, device=x.device) for t in pixels)
+    if mean.ndim == 0 or mean.numel() == 1:
+        return mean.reshape(()), std.reshape(())
+    require(
+        x.ndim >= 2 and x.shape[1] == len(mean),
+        f"pixels has {len(mean)} channels, x has shape {tuple(x.shape)}: they must agree in dimension 1",
+    )
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    return mean.view(shape), std.view(shape)

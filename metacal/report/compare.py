@@ -1,0 +1,261 @@
+"""Groups of runs side by side: every measure over seeds, which differences are real, and where the numbers come from.
+
+runs, left_out = load_runs(find_runs(["runs/digits"]))
+result = compare_runs(group_runs(runs), left_out=left_out, sort="ece")
+print(result.table())                     # rich draws it; render("markdown"), "csv" or "latex" write it
+result.to_dict()                          # all of it, with every run, for machines
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+import torch
+
+from metacal.calibration import MEASURES, TemperatureScaling
+from metacal.errors import InputError, require, require_choice
+from metacal.predictions import Predictions
+from metacal.report.comparison import Judged, RunComparison
+from metacal.report.runs import Group, LeftOut, Run, group_runs, require_same_samples, show_value
+from metacal.report.significance import Sampled, difference, draw_counts, holm, sample_one, stack
+from metacal.report.tables import COLUMNS, central, summarise
+
+__all__ = ["DEFAULT_MEASURES", "compare_runs", "load_predictions"]
+
+DEFAULT_MEASURES = (
+    "accuracy",
+    "nll",
+    "brier",
+    "ece",
+    "adaptive_ece",
+    "classwise_ece",
+    "smooth_ece",
+    "kce",
+    "auroc",
+)
+_SAME_CLASS = ("accuracy", "error")  # one temperature for all classes leaves these alone
+
+
+def compare_runs(
+    groups: Sequence[Group],
+    *,
+    split: str = "test",
+    measures: Sequence[str] = DEFAULT_MEASURES,
+    scaling: str = "both",
+    baseline: Sequence[str] = (),
+    sort: str | None = None,
+    n_bins: int = 15,
+    resamples: int = 128,
+    alpha: float = 0.05,
+    seed: int = 0,
+    left_out: Sequence[LeftOut] = (),
+) -> RunComparison:
+    """Measure every run from its saved predictions and test the differences between groups.
+
+    All runs are measured by the same code here, whatever bins and version they were made with; a run whose predictions
+    cannot be read, or contradict its summary, is left out by name.
+
+    Args:
+        groups: from `group_runs`.
+        split: "test" or "val". Val has no scaled values: the temperature was fitted there.
+        scaling: "none", "temperature" or "both".
+        baseline: `KEY=VALUE` words that pick one group, e.g. ["method=focal", "gamma.value=3"].
+        sort: a measure, "minutes" or "step_cost": rows from the best to the worst.
+        n_bins: of the binned measures.
+        resamples: of the test samples, behind the tests.
+        alpha: level of the tests.
+        seed: of the resamples.
+
+    Raises:
+        InputError: bad arguments; no run left; runs of different test sets, or whose labels differ.
+    """
+    require_choice("split", split, ("test", "val"))
+    require_choice("scaling", scaling, ("none", "temperature", "both"))
+    require(len(measures) > 0, "measures must name at least one measure")
+    for name in measures:
+        require_choice("measures", name, MEASURES)
+    require(len(set(measures)) == len(measures), f"measures must be distinct, got {', '.join(measures)}")
+    if sort is not None:
+        require_choice("sort", sort, [*measures, "minutes", "step_cost"])
+    require(isinstance(resamples, int) and resamples >= 2, f"resamples must be an integer >= 2, got {resamples}")
+    require(n_bins >= 1, f"n_bins must be >= 1, got {n_bins}")
+    require(0 < alpha < 1, f"alpha must lie in (0, 1), got {alpha}")
+    require(split == "test" or scaling != "temperature", "scaling=temperature needs split=test: it is fitted on val")
+    require(len(groups) > 0, "there is no finished run to compare" + _reasons(left_out))
+    if split == "test":
+        require_same_samples(groups)
+    if baseline:
+        _pick(groups, baseline)  # before the work
+    scalings = ["none"] if split == "val" else ["none", "temperature"] if scaling == "both" else [scaling]
+
+    options = {
+        name: {"n_bins": n_bins} if "n_bins" in signature(MEASURES[name]).parameters else {} for name in measures
+    }
+    loaded, left = _measured_runs(groups, split, scalings, options, resamples, seed, left_out)
+    groups = group_runs([run for g in groups for run in g.runs if run in loaded])
+    require(len(groups) > 0, "there is no run to compare" + _reasons(left))
+    if split == "test" and scaling == "both" and all(math.isnan(r.temperature) for g in groups for r in g.runs):
+        scalings = ["none"]
+    results = {
+        s: {name: [stack([loaded[run][s][name] for run in g.runs]) for g in groups] for name in measures}
+        for s in scalings
+    }
+    chosen = _pick(groups, baseline) if baseline else None
+    best = {s: {name: _best(results[s][name], COLUMNS[name].best) for name in measures} for s in scalings}
+
+    def against(s: str, name: str, reference: int | None) -> list[Judged | None]:
+        return _against(results[s][name], groups, reference, 1 - alpha)
+
+    found = RunComparison(
+        groups=groups,
+        split=split,
+        n_samples=int(next(iter(loaded.values()))["n"]),
+        scalings=scalings,
+        measures=tuple(measures),
+        results=results,
+        best=best,
+        against_best={s: {name: against(s, name, best[s][name]) for name in measures} for s in scalings},
+        against_baseline=(
+            {} if chosen is None else {s: {name: against(s, name, chosen) for name in measures} for s in scalings}
+        ),
+        baseline=chosen,
+        left_out=left,
+        n_bins=n_bins,
+        resamples=resamples,
+        alpha=alpha,
+        sort=sort,
+        order={s: range(len(groups)) for s in scalings},
+    )
+    if sort is None:
+        return found
+    return replace(found, order={s: _order(found, s, sort) for s in scalings})
+
+
+def load_predictions(run: Run, split: str, scaling: str) -> Predictions:
+    """The run's saved predictions, divided by its own temperature for scaling "temperature".
+
+    Raises:
+        InputError: see `Run.predictions`; or the run has no temperature.
+    """
+    p = run.predictions(split)
+    if scaling == "none":
+        return p
+    t = run.temperature
+    require(t > 0 and math.isfinite(t), "its summary.json has no temperature")
+    scaled = TemperatureScaling()
+    scaled.temperature, scaled._n_classes = t, p.n_classes
+    return scaled.apply(p)
+
+
+def _measured_runs(
+    groups: Sequence[Group],
+    split: str,
+    scalings: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]],
+    resamples: int,
+    seed: int,
+    left_out: Sequence[LeftOut],
+) -> tuple[dict[Run, dict[str, Any]], list[LeftOut]]:
+    """Run -> scaling -> measure -> Sampled (and "n"), one run in memory at a time; and the runs left out."""
+    out: dict[Run, dict[str, Any]] = {}
+    left = list(left_out)
+    labels: torch.Tensor | None = None
+    first: Run | None = None
+    counts: torch.Tensor | None = None
+    for run in (run for g in groups for run in g.runs):
+        try:
+            p = run.predictions(split)
+            scaled = load_predictions(run, split, "temperature") if "temperature" in scalings else None
+        except InputError as error:
+            left.append(LeftOut(run.path, str(error)))
+            continue
+        if labels is None or counts is None:
+            labels, first, counts = p.labels, run, draw_counts(len(p), resamples, seed)
+        elif not torch.equal(labels, p.labels):
+            assert first is not None
+            raise InputError(
+                f"the {split} split of {run.path} ({len(p)} samples) is not that of {first.path} ({len(labels)} "
+                "samples): their labels differ, so they cannot be compared"
+            )
+        own: dict[str, Any] = {"n": len(p), "none": sample_one(options, p, counts)}
+        if scaled is not None:
+            rest = {name: keys for name, keys in options.items() if name not in _SAME_CLASS}
+            own["temperature"] = own["none"] | (sample_one(rest, scaled, counts) if rest else {})
+        out[run] = own
+    return out, left
+
+
+def _against(
+    results: Sequence[Sampled], groups: Sequence[Group], reference: int | None, level: float
+) -> list[Judged | None]:
+    """Each group minus the reference, p-values adjusted over all of them."""
+    if reference is None:
+        return [None] * len(groups)
+    others = [i for i in range(len(groups)) if i != reference]
+    seeds = groups[reference].seeds
+    tests = [difference(results[i], results[reference], groups[i].seeds == seeds, level) for i in others]
+    adjusted = holm([test.p_value for test in tests])
+    out: list[Judged | None] = [None] * len(groups)
+    for i, test, p in zip(others, tests, adjusted):
+        out[i] = Judged(test, p)
+    return out
+
+
+def _best(results: Sequence[Sampled], direction: str | None) -> int | None:
+    means = {i: r.mean for i, r in enumerate(results) if math.isfinite(r.mean)}
+    if direction is None or not means:
+        return None
+    return (min if direction == "min" else max)(means, key=lambda i: means[i])
+
+
+def _order(found: RunComparison, scaling: str, sort: str) -> list[int]:
+    """Rows from the best to the worst; those without a value last."""
+    sign = 1.0
+    if sort in found.measures:
+        values: list[float | None] = [r.mean for r in found.results[scaling][sort]]
+        sign = -1.0 if COLUMNS[sort].best == "max" else 1.0
+    elif sort == "minutes":
+        values = [central(summarise([run.minutes for run in g.runs])) for g in found.groups]
+    else:
+        values = [central(cell) for cell in found.step_costs()]
+    numbers = [math.inf if v is None or math.isnan(v) else sign * v for v in values]
+    return sorted(range(len(numbers)), key=lambda i: numbers[i])
+
+
+def _pick(groups: Sequence[Group], words: Sequence[str]) -> int:
+    """The one group that all `KEY=VALUE` words fit."""
+    wanted = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        require(bool(equals and key), f"baseline must be KEY=VALUE, such as method=cross_entropy, got {word!r}")
+        require(key == "method" or any(key in g.config for g in groups), f"baseline: the runs have no key {key!r}")
+        wanted.append((key, value))
+
+    def fits(g: Group) -> bool:
+        for key, value in wanted:
+            own = show_value(g.method if key == "method" else g.config.get(key))
+            if own != value and not _equal_numbers(own, value):
+                return False
+        return True
+
+    found = [i for i, g in enumerate(groups) if fits(g)]
+    if len(found) != 1:
+        have = "; ".join(g.label for g in (groups if not found else [groups[i] for i in found]))
+        count = "none fits" if not found else f"{len(found)} fit"
+        raise InputError(f"baseline {' '.join(words)} must pick one of the groups, {count}: {have}")
+    return found[0]
+
+
+def _equal_numbers(a: str, b: str) -> bool:
+    try:
+        return float(a) == float(b)
+    except ValueError:
+        return False
+
+
+def _reasons(left_out: Sequence[LeftOut]) -> str:
+    return "".join(f"; {path}: {reason}" for path, reason in left_out)

@@ -1,0 +1,344 @@
+"""What a comparison of runs found: its tables, what they mean, and where every number comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from metacal.errors import require, require_choice
+from metacal.report.runs import Group, LeftOut, equal_settings, show_value
+from metacal.report.significance import Difference, Sampled
+from metacal.report.tables import COLUMNS, Cell, Column, Range, Table, central, summarise
+
+__all__ = ["Judged", "RunComparison"]
+
+
+class Judged(NamedTuple):
+    """A group held against another: the test, and its p-value after Holm's adjustment."""
+
+    test: Difference
+    adjusted: float
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """What `compare_runs` found.
+
+    Attributes:
+        groups: in the order of the tables' rows without scaling.
+        scalings: "none", "temperature" or both.
+        results: scaling -> measure -> one `Sampled` for each group.
+        best: scaling -> measure -> the index of the group with the best mean; None where a measure has no best.
+        against_best: scaling -> measure -> each group minus the best one; None for the best itself.
+        against_baseline: the same against the baseline; empty without one.
+        baseline: its index.
+        left_out: runs that are not in it, and why.
+        n_samples, split, n_bins, resamples, alpha: how it was measured and tested.
+    """
+
+    groups: Sequence[Group]
+    split: str
+    n_samples: int
+    scalings: Sequence[str]
+    measures: Sequence[str]
+    results: Mapping[str, Mapping[str, Sequence[Sampled]]]
+    best: Mapping[str, Mapping[str, int | None]]
+    against_best: Mapping[str, Mapping[str, Sequence[Judged | None]]]
+    against_baseline: Mapping[str, Mapping[str, Sequence[Judged | None]]]
+    baseline: int | None
+    left_out: Sequence[LeftOut]
+    n_bins: int
+    resamples: int
+    alpha: float
+    sort: str | None = None
+    order: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------------------------------------ tables
+
+    def table(self, origins: str = "runs", csv: bool = False) -> Table:
+        """Groups × scaling as rows, settings that differ and measures as columns.
+
+        Args:
+            origins: below the table: "runs", every run with its command and the versions; "folders", the folders of
+                each row; "none", when `runs_table` stands beside it.
+            csv: put what the notes say (split, seeds, runs, commands, versions) into columns, since CSV has no notes.
+        """
+        keys = self._keys()
+        seeds_differ = len({g.seeds for g in self.groups}) > 1
+        columns = [Column("scaling", "Scaling")] if len(self.scalings) > 1 or csv else []
+        columns += [Column(key, key) for key in keys]
+        columns += [Column("seeds", "Seeds")] if seeds_differ or csv else []
+        first = len(columns)
+        columns += [COLUMNS.get(name, Column(name)) for name in self.measures]
+        columns += [Column("minutes", "Minutes", 1), Column("step_cost", "Step cost ×", 2)]
+        columns += [Column(name) for name in ("split", "runs", "commands", "versions")] if csv else []
+        costs = self.step_costs()
+        rows: list[tuple[str, list[Cell]]] = []
+        marked: set[tuple[int, int]] = set()
+        for scaling in self.scalings:
+            for i in self.order[scaling]:
+                g = self.groups[i]
+                cells: list[Cell] = [scaling] if columns[0].name == "scaling" else []
+                cells += [show_value(g.differs[key]) if key in g.differs else None for key in keys]
+                cells += [_listed(g.seeds)] if seeds_differ or csv else []
+                for j, name in enumerate(self.measures, first):
+                    cells.append(_spread(self.results[scaling][name][i]))
+                    if self.is_among_best(scaling, name, i):
+                        marked.add((len(rows), j))
+                cells += [summarise([run.minutes for run in g.runs]), costs[i]]
+                if csv:
+                    runs = [str(run.path) for run in g.runs], [str(run.summary.get("command", "")) for run in g.runs]
+                    versions = sorted({run.versions for run in g.runs})
+                    cells += [self.split, *("; ".join(x) for x in (*runs, versions))]
+                rows.append((g.method, cells))
+        note = "the best of its column (and scaling), and those that do not differ from it significantly"
+        return Table(
+            columns,
+            rows,
+            "method",
+            notes=[*self.notes(), *self._origins(origins)],
+            marked=frozenset(marked),
+            mark_note=note,
+            lead=first,
+        )
+
+    def difference_table(self) -> Table:
+        """Each group minus the baseline, with intervals; significant differences are marked.
+
+        Raises:
+            InputError: without a baseline.
+        """
+        require(self.baseline is not None, "there is no baseline: give one as KEY=VALUE")
+        assert self.baseline is not None
+        keys = self._keys()
+        columns = [Column("scaling", "Scaling")] if len(self.scalings) > 1 else []
+        columns += [Column(key, key) for key in keys]
+        first = len(columns)
+        columns += [COLUMNS.get(name, Column(name)) for name in self.measures]
+        rows: list[tuple[str, list[Cell]]] = []
+        marked: set[tuple[int, int]] = set()
+        for scaling in self.scalings:
+            for i in (i for i in self.order[scaling] if i != self.baseline):
+                g = self.groups[i]
+                cells: list[Cell] = [scaling] if len(self.scalings) > 1 else []
+                cells += [show_value(g.differs[key]) if key in g.differs else None for key in keys]
+                for j, name in enumerate(self.measures, first):
+                    judged = self.against_baseline[scaling][name][i]
+                    assert judged is not None
+                    cells.append(Range(judged.test.difference, judged.test.low, judged.test.high))
+                    if judged.adjusted < self.alpha:
+                        marked.add((len(rows), j))
+                rows.append((g.method, cells))
+        level = f"{(1 - self.alpha) * 100:g} %"
+        notes = [
+            f"Method minus {self.groups[self.baseline].label}, with {level} intervals (each for itself, unadjusted).",
+            f"Marked: differs from it at {self.alpha * 100:g} %, Holm-adjusted over the "
+            f"{len(self.groups) - 1} comparisons of a column and scaling.",
+        ]
+        title = f"Differences from {self.groups[self.baseline].label}"
+        mark = f"differs from the baseline at {self.alpha * 100:g} % (Holm)"
+        return Table(columns, rows, "method", title, notes, marked=frozenset(marked), mark_note=mark, lead=first)
+
+    def is_among_best(self, scaling: str, name: str, i: int) -> bool:
+        """Whether group i is the best, or does not differ from it significantly (then its p-value is known)."""
+        best = self.best[scaling][name]
+        if best is None or len(self.groups) < 2:
+            return False
+        judged = self.against_best[scaling][name][i]
+        return i == best or (judged is not None and judged.adjusted >= self.alpha)
+
+    def step_costs(self) -> list[Cell]:
+        """Training time a step, over that of the baseline or else of the cheapest group."""
+        times = [[run.step_ms for run in g.runs] for g in self.groups]
+        reference = self._cost_reference()
+        if reference is None:
+            return [None] * len(times)
+        unit = float(np.mean([t for t in times[reference] if t is not None]))
+        return [summarise([None if t is None else t / unit for t in own]) for own in times]
+
+    def _cost_reference(self) -> int | None:
+        times = [[run.step_ms for run in g.runs] for g in self.groups]
+        means = {i: float(np.mean([t for t in own if t])) for i, own in enumerate(times) if all(own)}
+        if self.baseline in means:
+            return self.baseline
+        return min(means, key=lambda i: means[i]) if means else None
+
+    def _keys(self) -> list[str]:
+        return sorted({key for g in self.groups for key in g.differs})
+
+    # ------------------------------------------------------------------------------------------------ notes
+
+    def notes(self) -> list[str]:
+        """What was measured, what is equal, how it was tested, and what to beware of."""
+        seeds = {g.seeds for g in self.groups}
+        notes = [f"{self.split.capitalize()} split, {self.n_samples:,} samples, {self.n_bins} bins."]
+        if max(len(s) for s in seeds) > 1:
+            which = f" {_listed(next(iter(seeds)))}" if len(seeds) == 1 else ""
+            notes[0] += f" Mean ± standard deviation over the seeds{which}."
+        elif len(seeds) == 1:
+            notes[0] += f" Seed {_listed(next(iter(seeds)))}."
+        if equal := equal_settings(self.groups):
+            notes.append("Equal in all: " + ", ".join(f"{k}={show_value(v)}" for k, v in equal.items()) + ".")
+        if "temperature" in self.scalings:
+            notes.append("Scaling: one temperature for each run, which it fitted on its val split by NLL.")
+        if len(self.groups) > 1:
+            notes.append(self.test_note())
+        reference = self._cost_reference()
+        if reference is not None:
+            ms = np.mean([run.step_ms for run in self.groups[reference].runs if run.step_ms])
+            cheapest = "the baseline" if reference == self.baseline else "the cheapest"
+            notes.append(
+                f"Step cost: training time over steps, {cheapest} {self.groups[reference].label} = 1 ({ms:.3g} ms)."
+            )
+        return notes + self.warnings()
+
+    def test_note(self) -> str:
+        """The test behind the bold numbers, in full."""
+        m = len(self.groups) - 1
+        comparisons = f"{m} comparison{'s' * (m > 1)}"
+        text = (
+            "Marked (bold, in plain text *): the best of its column and scaling, and all that do not differ from it "
+            f"at {self.alpha * 100:g} % (two-sided, Holm-adjusted over the {comparisons} with it). Test: "
+        )
+        single = [g for g in self.groups if len(g.runs) == 1]
+        if len(single) < len(self.groups):
+            text += (
+                "difference of the means over seeds, paired over seeds where these are the same and over test samples; "
+                "its variance is that over seeds, plus what the shared test samples add "
+                f"({self.resamples} joint resamples); Cochran–Cox t quantiles."
+            )
+        else:
+            text += f"paired over test samples ({self.resamples} joint resamples)."
+        if single:
+            who = "All methods" if len(single) == len(self.groups) else ", ".join(g.label for g in single)
+            have = "have" if len(single) > 1 else "has"
+            text += (
+                f" {who} {have} one run: comparisons with it speak of these runs only, not of what another seed gives."
+            )
+        return text
+
+    def warnings(self) -> list[str]:
+        """What makes the groups less comparable than the table suggests."""
+        out = []
+        if len({g.seeds for g in self.groups}) > 1 and any(len(g.runs) > 1 for g in self.groups):
+            out.append("Not all methods have the same seeds: where they differ, seeds are taken as independent.")
+        runs = [run for g in self.groups for run in g.runs]
+        labelled = {(run.summary["data"].get("train") or 0) + (run.summary["data"].get("meta") or 0) for run in runs}
+        if len(labelled) > 1:
+            out.append(f"Not the same number of labelled training images: {_listed(sorted(labelled))}.")
+        if len({run.config.get("data.split_seed") for run in runs}) > 1:
+            out.append("Not the same splits of training and val (data.split_seed): test is the same.")
+        if len(devices := {str(run.summary.get("device")) for run in runs}) > 1:
+            out.append(f"Times were taken on different devices ({_listed(sorted(devices))}).")
+        if len({run.versions for run in runs}) > 1:
+            out.append("The runs were made by different versions, listed with them.")
+        out += [f"Left out: {path}: {reason}." for path, reason in self.left_out]
+        return out
+
+    def runs_table(self) -> Table:
+        """Every run: its group, seed, folder, command, versions and device."""
+        columns = [Column(name) for name in ("seed", "run", "command", "versions", "device")]
+        rows: list[tuple[str, list[Cell]]] = []
+        for g in self.groups:
+            for run in g.runs:
+                said = [str(run.path), str(run.summary.get("command", "")), run.versions]
+                rows.append((g.label, [run.seed, *said, str(run.summary.get("device", ""))]))
+        return Table(columns, rows, "group", "Where the numbers come from", lead=len(columns))
+
+    def _origins(self, how: str) -> list[str]:
+        require_choice("origins", how, ("runs", "folders", "none"))
+        if how == "none":
+            return []
+        if how == "folders":
+            return [f"{g.label}: {_folders(g)}" for g in self.groups]
+        versions = {run.versions for g in self.groups for run in g.runs}
+        lines = [f"Versions: {next(iter(versions))}."] if len(versions) == 1 else []
+        for g in self.groups:
+            for run in g.runs:
+                line = f"{g.label}, seed {run.seed}: {run.path}: {run.summary.get('command', 'command unknown')}"
+                lines.append(line + (f" ({run.versions})" if len(versions) > 1 else ""))
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON: groups with the values of every run, tests, notes, and the runs' origins."""
+        costs = self.step_costs()
+        groups = []
+        for i, g in enumerate(self.groups):
+            measured = {
+                scaling: {name: self._entry(scaling, name, i) for name in self.measures} for scaling in self.scalings
+            }
+            groups.append(
+                {
+                    "label": g.label,
+                    "method": g.method,
+                    "differs": dict(g.differs),
+                    "seeds": list(g.seeds),
+                    "measures": measured,
+                    "minutes": [run.minutes for run in g.runs],
+                    "step_ms": [run.step_ms for run in g.runs],
+                    "step_cost": central(costs[i]),
+                    "runs": [
+                        {
+                            "path": str(run.path),
+                            "seed": run.seed,
+                            "command": run.summary.get("command"),
+                            "versions": run.summary.get("versions"),
+                            "device": run.summary.get("device"),
+                            "temperature": run.temperature,
+                            "test_fingerprint": run.fingerprint,
+                        }
+                        for run in g.runs
+                    ],
+                }
+            )
+        return {
+            "split": self.split,
+            "n": self.n_samples,
+            "n_bins": self.n_bins,
+            "resamples": self.resamples,
+            "alpha": self.alpha,
+            "baseline": None if self.baseline is None else self.groups[self.baseline].label,
+            "equal": equal_settings(self.groups, main=False),
+            "groups": groups,
+            "notes": self.notes(),
+            "left_out": [{"path": str(path), "reason": reason} for path, reason in self.left_out],
+        }
+
+    def _entry(self, scaling: str, name: str, i: int) -> dict[str, Any]:
+        values = self.results[scaling][name][i].values
+        entry: dict[str, Any] = {
+            "mean": float(values.mean()),
+            "std": float(values.std(ddof=1)) if len(values) > 1 else None,
+            "values": values.tolist(),
+            "best": self.best[scaling][name] == i,
+            "among_best": self.is_among_best(scaling, name, i),
+        }
+        found = {"against_best": self.against_best, "against_baseline": self.against_baseline}
+        for key, tests in found.items():
+            judged = tests[scaling][name][i] if scaling in tests else None
+            if judged is not None:
+                entry[key] = {**judged.test._asdict(), "p_adjusted": judged.adjusted}
+        return entry
+
+
+def _spread(sampled: Sampled) -> Cell:
+    values = sampled.values
+    if len(values) > 1 and not np.isfinite(values).all():
+        return float(values.mean())
+    return summarise(values.tolist())
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _folders(g: Group) -> str:
+    """The run folders in one line: `runs/digits/focal/{seed0,seed1}` where only the last part differs."""
+    parents = {run.path.parent for run in g.runs}
+    names = [run.path.name for run in g.runs]
+    if len(parents) == 1 and len(names) > 1:
+        return f"{next(iter(parents))}/{{{','.join(names)}}}"
+    return ", ".join(str(run.path) for run in g.runs)

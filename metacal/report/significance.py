@@ -1,0 +1,227 @@
+"""Do two methods differ? Tests for any measure, paired over seeds and over test samples.
+
+    counts = draw_counts(len(p), n=128, seed=0)                  # resamples of the test samples, one set for all runs
+    a = sample(["ece"], runs_of_a, counts)["ece"]                # Sampled: of each run, and of each run and resample
+    b = sample(["ece"], runs_of_b, counts)["ece"]
+    difference(a, b, paired=True)                                # Difference(difference=…, low, high, p_value)
+
+What is tested. A method's score is the expected value of the measure over training seeds and over test sets of this
+size; the null hypothesis is that two methods score alike. Two things blur the difference of the means over S seeds:
+
+* training: every seed gives another model. With d_s the difference of the two methods at seed s, this adds
+  s²/S, s² = Var_s(d_s), known with S - 1 degrees of freedom. The noise of the test samples that is each model's own is
+  in it as well, since it is different at every seed;
+* the test samples, which all runs share: what they add to every d_s alike does not average out over seeds and cannot be
+  seen in s². It is c = the mean over s ≠ t of Cov*(d_s*, d_t*), from resamples of the samples that are the same for
+  all runs, and so known with (nearly) n - 1 degrees of freedom.
+
+The variance of the mean difference is V = s²/S + c: neither part is counted twice. As the first is badly known when
+seeds are few, d/√V is held against the mean of the two t quantiles, weighted by their shares of V (Cochran & Cox 1950),
+whose error rate stays near or below the nominal one whatever the shares: with 3 seeds that matter it is a t
+test with 2 degrees of freedom, and where seeds do not matter a bootstrap test of the test samples.
+
+The resamples go through the measure itself, so that nothing here asks for a mean over samples: ECE and its kin serve as
+well. Where a calibration error is near 0 its kink makes the bootstrap's variance too large, by a factor of 1 to 2, and
+the test cautious. Its upward bias, which depends on the spread of the confidences, is part of the score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from metacal.calibration import MEASURES
+from metacal.calibration.weighted import weighted
+from metacal.errors import require, require_choice
+from metacal.predictions import Predictions
+
+__all__ = ["Difference", "Sampled", "difference", "draw_counts", "holm", "sample", "sample_one", "stack"]
+
+Array = NDArray[np.float64]
+
+
+class Sampled(NamedTuple):
+    """One measure of the S runs of a method.
+
+    Attributes:
+        values: of each run on all test samples, (S,).
+        resampled: of each run on each of R resamples of the test samples, (S, R); the resamples are the
+            same for all runs, of this method and of others.
+    """
+
+    values: Array
+    resampled: Array
+
+    @property
+    def mean(self) -> float:
+        return float(self.values.mean())
+
+
+class Difference(NamedTuple):
+    """mean(first) - mean(second), its interval, and the two-sided p-value of "no difference".
+
+    Attributes:
+        seed_share: the share of the variance that comes from seeds, in [0, 1]; NaN where one of the two has a single
+            run, so that seeds could not be taken into account and the statement is about these runs only.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    seed_share: float
+
+
+def draw_counts(n_samples: int, n: int = 128, seed: int = 0) -> Tensor:
+    """How often each of n resamples, drawn with replacement, holds each of N samples: uint8 (N, n)."""
+    require(n_samples >= 1, f"n_samples must be >= 1, got {n_samples}")
+    require(n >= 2, f"n must be >= 2, got {n}")
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.empty(n_samples, n, dtype=torch.uint8)
+    for i in range(n):
+        drawn = torch.randint(n_samples, (n_samples,), generator=generator)
+        # More than 255 copies of one sample have a probability below 10^-500.
+        counts[:, i] = torch.bincount(drawn, minlength=n_samples)
+    return counts
+
+
+def sample(
+    measures: Sequence[str] | Mapping[str, Mapping[str, Any]], runs: Sequence[Predictions], counts: Tensor
+) -> dict[str, Sampled]:
+    """Each measure of the runs of one method, on all samples and on the resamples `counts` (N, R) of `draw_counts`.
+
+    `measures` are names in `metacal.calibration.MEASURES`, or name -> options such as {"ece": {"n_bins": 10}}.
+    """
+    require(len(runs) > 0, "runs must hold the predictions of at least one run, got none")
+    each = [sample_one(measures, p, counts) for p in runs]
+    return {name: stack([one[name] for one in each]) for name in each[0]}
+
+
+def sample_one(
+    measures: Sequence[str] | Mapping[str, Mapping[str, Any]], p: Predictions, counts: Tensor
+) -> dict[str, Sampled]:
+    """`sample` of a single run: values (1,), resampled (1, R)."""
+    options = dict(measures) if isinstance(measures, Mapping) else {name: {} for name in measures}
+    for name in options:
+        require_choice("measures", name, MEASURES)
+    require(len(p) == len(counts), f"every run must have the {len(counts)} samples of the resamples, got {len(p)}")
+    p = p.to("cpu")
+    step = max(1, (1 << 19) // len(p))  # resamples at a time: a few megabytes of float64
+    found: dict[str, list[Tensor]] = {name: [] for name in options}
+    forms = {name: weighted(name, p, **keys) for name, keys in options.items()}
+    for part in counts.split(step, dim=1):
+        w = part.double()
+        for name, form in forms.items():
+            if form is not None:
+                found[name].append(form(w))
+                continue
+            rows = [torch.arange(len(p)).repeat_interleave(part[:, i].long()) for i in range(part.shape[1])]
+            own = [float(MEASURES[name](p[r], **options[name])) for r in rows]
+            found[name].append(torch.tensor(own, dtype=torch.float64))
+    return {
+        name: Sampled(
+            np.array([float(MEASURES[name](p, **keys))]),
+            torch.cat(found[name]).numpy()[None],
+        )
+        for name, keys in options.items()
+    }
+
+
+def stack(parts: Sequence[Sampled]) -> Sampled:
+    """The runs of several `Sampled` as one."""
+    return Sampled(np.concatenate([p.values for p in parts]), np.concatenate([p.resampled for p in parts]))
+
+
+def difference(first: Sampled, second: Sampled, paired: bool = True, level: float = 0.95) -> Difference:
+    """mean(first) - mean(second) with its interval and p-value; see the head of this module.
+
+    Test samples are always paired: `first` and `second` come from the same resamples.
+
+    Args:
+        paired: run s of the one and run s of the other have the same seed. False: seeds are independent, and each
+            method's variance over its seeds adds up with degrees of freedom of its own (as in Welch's test).
+        level: of the interval.
+
+    Raises:
+        InputError: other resamples, or `paired` with unequal numbers of runs.
+    """
+    require(0 < level < 1, f"level must lie in (0, 1), got {level}")
+    r = first.resampled.shape[1]
+    require(
+        r == second.resampled.shape[1], f"second must have the {r} resamples of first, got {second.resampled.shape[1]}"
+    )
+    s1, s2 = len(first.values), len(second.values)
+    require(not paired or s1 == s2, f"paired runs must be equally many, got {s1} and {s2}")
+    d = first.mean - second.mean
+    if not (np.isfinite(first.resampled).all() and np.isfinite(second.resampled).all() and math.isfinite(d)):
+        return Difference(d, math.nan, math.nan, math.nan, math.nan)
+    if s1 == 1 or s2 == 1:
+        # Variation over seeds cannot be seen: what is left is that of the test samples, for these very runs.
+        change = first.resampled.mean(0) - second.resampled.mean(0)
+        return _test(d, [(float(change.var(ddof=1)), r - 1)], 0, level)
+    if paired:
+        change = first.resampled - second.resampled
+        seeds = [(float((first.values - second.values).var(ddof=1)) / s1, s1 - 1)]
+        shared = _mean_covariance(change)
+    else:
+        seeds = [(float(g.values.var(ddof=1)) / len(g.values), len(g.values) - 1) for g in (first, second)]
+        a, b = (g.resampled - g.resampled.mean(1, keepdims=True) for g in (first, second))
+        across = float((a.mean(0) * b.mean(0)).sum()) / (r - 1)
+        shared = _mean_covariance(a) + _mean_covariance(b) - 2 * across
+    return _test(d, [*seeds, (max(0.0, shared), r - 1)], len(seeds), level)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjustment of m p-values: the j-th smallest times m - j + 1, made monotone, at most 1; NaN stays NaN.
+
+    Rejecting where the adjusted value is below α keeps the chance of any false rejection below α. Holm 1979.
+    """
+    known = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    adjusted, highest = [math.nan] * len(p_values), 0.0
+    for rank, (p, i) in enumerate(known):
+        highest = max(highest, min(1.0, p * (len(known) - rank)))
+        adjusted[i] = highest
+    return adjusted
+
+
+def _mean_covariance(x: Array) -> float:
+    """The mean over s ≠ t of the covariance of rows s and t of x (S, R)."""
+    s, r = x.shape
+    centred = x - x.mean(1, keepdims=True)
+    total, own = float((centred.sum(0) ** 2).sum()), float((centred**2).sum())
+    return (total - own) / (s * (s - 1) * (r - 1))
+
+
+def _test(d: float, parts: Sequence[tuple[float, int]], n_seed_parts: int, level: float) -> Difference:
+    """The test of d with the variance Σ v of `parts` (v, degrees of freedom), the first of which come from seeds."""
+    variance = sum(v for v, _ in parts)
+    seed_share = math.nan if not n_seed_parts else 0.0
+    if variance == 0:  # neither seeds nor samples make a difference
+        return Difference(d, d, d, 1.0 if d == 0 else 0.0, seed_share)
+    if n_seed_parts:
+        seed_share = sum(v for v, _ in parts[:n_seed_parts]) / variance
+    root = math.sqrt(variance)
+    half = root * _quantile(parts, (1 - level) / 2)
+    return Difference(d, d - half, d + half, _p_value(abs(d) / root, parts), seed_share)
+
+
+def _quantile(parts: Sequence[tuple[float, int]], tail: float) -> float:
+    """The upper `tail` quantile of t, the mean over `parts` (v, degrees of freedom) with weights v."""
+    from scipy.special import stdtrit
+
+    return float(sum(-v * stdtrit(df, tail) for v, df in parts) / sum(v for v, _ in parts))
+
+
+def _p_value(t: float, parts: Sequence[tuple[float, int]]) -> float:
+    """The two-sided level at which |d|/√V equals the quantile, by bisection of its logarithm; at least 10^-16."""
+    low, high = math.log(1e-16), 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _quantile(parts, math.exp(middle) / 2) > t else (low, middle)
+    return math.exp(high)

@@ -1,0 +1,33 @@
+"""A study's runs as `metacal compare` shows them: a table with tests, every run named, and a page with figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metacal.jsonio import to_json
+from metacal.report.compare import compare_runs
+from metacal.report.html import comparison_page, figures_of
+from metacal.report.runs import group_runs, load_runs
+from metacal.studies.grid import Study
+
+__all__ = ["report"]
+
+
+def report(study: Study) -> list[Path]:
+    """Write the table (Markdown), the page (HTML), its figures (PNG) and the numbers (JSON); returns the paths."""
+    study.folder.mkdir(parents=True, exist_ok=True)
+    runs, left_out = load_runs([job.folder.path for job in study.jobs])
+    result = compare_runs(group_runs(runs), sort="ece", left_out=left_out)
+    print(result.table("none").render("text"), end="\n\n")
+    minutes = sum(run.minutes or 0.0 for run in runs)
+    command = f"metacal study {study.name}"
+    text = [result.table("none").render("markdown"), result.runs_table().render("markdown")]
+    text.append(f"{len(runs)} runs, {minutes:.0f} minutes of training in all.\n")
+    paths = [study.folder / name for name in ("table.md", "report.html", "numbers.json")]
+    paths[0].write_text("\n\n".join(text))
+    paths[1].write_text(comparison_page(result, title=study.name, command=command))
+    paths[2].write_text(to_json({"command": command, **result.to_dict()}))
+    for name, _, figure in figures_of(result):
+        paths.append(study.folder / f"{name.lower().replace(' ', '_')}.png")
+        figure.savefig(paths[-1], dpi=130)
+    return paths

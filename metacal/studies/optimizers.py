@@ -1,0 +1,111 @@
+"""Methods under several optimizers: accuracy, calibration, and curvature on the validation images, over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from metacal.curvature import gn_sharpness, hessian_trace
+from metacal.jsonio import to_json
+from metacal.report.tables import COLUMNS, Cell, Column, Table, summarise
+from metacal.studies.grid import Job, Study
+from metacal.training.saved import load_run
+from metacal.training.setup import fixed_subset
+
+__all__ = ["report"]
+
+IMAGES = 512  # of the validation split, for the curvature
+
+COLUMNS_OF_RUNS = (
+    COLUMNS["accuracy"],
+    COLUMNS["nll"],
+    COLUMNS["ece"],
+    Column("ece_scaled", "ECE, scaled", 2, percent=True, best="min"),
+    Column("nll_scaled", "NLL, scaled", 4, best="min"),
+    Column("hessian_trace", "Tr H"),
+    Column("gn_sharpness", "λ(G)", 2),
+    Column("minutes", "Minutes", 1),
+)
+
+
+def report(study: Study) -> list[Path]:
+    """Write one table an optimizer (Markdown), the numbers (JSON) and a figure; returns the files' paths."""
+    study.folder.mkdir(parents=True, exist_ok=True)
+    numbers = [{"method": job.label, **job.swept, "folder": str(job.folder.path), **_values(job)} for job in study.jobs]
+    optimizers = list(dict.fromkeys(str(n["optimizer"]) for n in numbers))
+    tables = [_table(optimizer, [n for n in numbers if n["optimizer"] == optimizer]) for optimizer in optimizers]
+    for table in tables:
+        print(table.render("text"), end="\n\n")
+    minutes = sum(n["minutes"] for n in numbers)
+    text = "\n\n".join(table.render("markdown") for table in tables)
+    command = study.jobs[0].folder.read_summary()["command"]
+    text += f"\n\n{len(numbers)} runs, {minutes:.0f} minutes of training in all. The first run: `{command}`\n"
+    paths = [study.folder / name for name in ("table.md", "numbers.json", "plane.png")]
+    paths[0].write_text(text)
+    paths[1].write_text(to_json(numbers))
+    _plane(optimizers, numbers).savefig(paths[2], dpi=130)
+    return paths
+
+
+def _values(job: Job) -> dict[str, float]:
+    """What the columns show of one run; the curvature is that of the selected weights in evaluation mode."""
+    summary = job.folder.read_summary()
+    names = ("accuracy", "nll", "ece", "ece_scaled", "nll_scaled")
+    values = {name: float(summary[f"test/{name}"]) for name in names}
+    _, data, backbone = load_run(job.folder.path)
+    x, y = fixed_subset(data.val, IMAGES, "curvature")
+    backbone.eval()
+    values["gn_sharpness"] = gn_sharpness(backbone, x, y).value
+    values["hessian_trace"] = hessian_trace(backbone, x, y, probes=8).value
+    values["minutes"] = summary["time/train_s"] / 60
+    return values
+
+
+def _table(optimizer: str, numbers: Sequence[dict[str, Any]]) -> Table:
+    rows: list[tuple[str, list[Cell]]] = []
+    for method in dict.fromkeys(n["method"] for n in numbers):
+        runs = [n for n in numbers if n["method"] == method]
+        rows.append((method, [summarise([run[column.name] for run in runs]) for column in COLUMNS_OF_RUNS]))
+    return Table(
+        COLUMNS_OF_RUNS,
+        rows,
+        "method",
+        f"Optimizer {optimizer}",
+        [
+            f"Mean ± standard deviation over {len(runs)} seeds; test split, at the epoch of the least validation NLL. "
+            f"Curvature of the cross-entropy of {IMAGES} validation images."
+        ],
+    )
+
+
+def _plane(optimizers: Sequence[str], numbers: Sequence[dict[str, Any]]) -> Figure:
+    """ECE against the Hessian's trace, and accuracy against ECE: a colour a method, a marker an optimizer."""
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    axes = figure.subplots(1, 2)
+    methods = list(dict.fromkeys(n["method"] for n in numbers))
+    markers = ("o", "s", "^", "D", "v", "P", "X")
+    for ax, (key, label, log) in zip(
+        axes, (("hessian_trace", "Tr H, validation images", True), ("accuracy", "accuracy", False))
+    ):
+        for n in numbers:
+            ax.plot(
+                n[key],
+                n["ece"],
+                markers[optimizers.index(n["optimizer"]) % len(markers)],
+                color=f"C{methods.index(n['method']) % 10}",
+                ms=5,
+                alpha=0.8,
+            )
+        ax.set(xlabel=label, ylabel="test ECE")
+        ax.grid(alpha=0.3)
+        if log:
+            ax.set_xscale("symlog", linthresh=1.0)
+    for i, method in enumerate(methods):
+        axes[1].plot([], [], "o", color=f"C{i % 10}", label=method)
+    for i, optimizer in enumerate(optimizers):
+        axes[1].plot([], [], markers[i % len(markers)], color="grey", label=optimizer)
+    axes[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure

@@ -1,0 +1,42 @@
+"""A grid of settings measured on the validation split alone, so that the choice leaves the test split unread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from metacal.jsonio import to_json
+from metacal.predictions import Predictions
+from metacal.report.report import Report
+from metacal.report.tables import COLUMNS, Cell, Column, Table, summarise
+from metacal.studies.grid import Study
+
+__all__ = ["report"]
+
+MEASURES = ("accuracy", "nll", "brier", "ece", "adaptive_ece")
+
+
+def report(study: Study) -> list[Path]:
+    """Write one table with a row a setting, sorted by NLL (Markdown), and the numbers (JSON); returns the paths."""
+    study.folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for job in study.jobs:
+        setting = ", ".join(f"{key}={value}" for key, value in job.swept.items() if key != "seed")
+        p = Predictions.load(job.folder.path / "predictions" / "val.npz")
+        values = Report(p, measures=MEASURES, resamples=0).to_dict()
+        minutes = job.folder.read_summary()["time/train_s"] / 60
+        found.setdefault(setting, []).append({**values, "minutes": minutes})
+    columns = [*(COLUMNS[name] for name in MEASURES), Column("minutes", "Minutes", 1)]
+    rows: list[tuple[str, list[Cell]]] = [
+        (name, [summarise([run[column.name] for run in runs]) for column in columns]) for name, runs in found.items()
+    ]
+    rows.sort(key=lambda row: row[1][1].mean)  # type: ignore[union-attr]
+    runs = len(study.jobs) // len(rows)
+    note = f"Mean ± standard deviation over {runs} seeds; validation split, at the epoch of its least NLL, unscaled."
+    table = Table(columns, rows, "setting", "Validation", [note])
+    print(table.render("text"), end="\n\n")
+    command = study.jobs[0].folder.read_summary()["command"]
+    paths = [study.folder / "table.md", study.folder / "numbers.json"]
+    paths[0].write_text(f"{table.render('markdown')}\n\nThe first run: `{command}`\n")
+    paths[1].write_text(to_json(found))
+    return paths

@@ -1,0 +1,104 @@
+"""`metacal compare` from the command line: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+from reference.run_folders import write_run
+
+from metacal.cli import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for method, sharpness in {"cross_entropy": 3.0, "focal": 1.0}.items():
+        for seed in range(2):
+            write_run(root / method / f"seed{seed}", [f"method={method}"], seed, sharpness=sharpness)
+    return root
+
+
+FEW = ["--measures", "ece,accuracy", "--resamples", "8"]
+
+
+def test_prints_one_table_with_what_was_left_out(folder, tmp_path, capsys):
+    cut = write_run(tmp_path / "cut", ["method=brier"], finished=False)
+    assert main(["compare", str(folder), str(cut), *FEW]) == 0
+    text = capsys.readouterr().out
+    assert "cross_entropy" in text and "temperature" in text and "brier" not in text
+    assert f"Left out: {cut}: unfinished" in text and "Holm" in text
+
+
+def test_formats_are_printed_or_written(folder, tmp_path, capsys):
+    assert main(["compare", "--csv", str(folder), *FEW]) == 0  # the folder is no file to write
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(rows) == 4 and {row["method"] for row in rows} == {"cross_entropy", "focal"}
+    files = [tmp_path / name for name in ("table.md", "table.tex", "page.html", "all.json")]
+    words = [w for form, file in zip(("markdown", "latex", "html", "json"), files) for w in (f"--{form}", str(file))]
+    assert main(["compare", str(folder), *FEW, *words, "--baseline", "method=cross_entropy", "--sort", "ece"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"written: {file}" in out for file in files) and "Differences from cross_entropy" in out
+    markdown, latex, page, found = (file.read_text() for file in files)
+    assert (
+        "| focal |" in markdown and "Made by `metacal compare" in markdown and "metacal train method=focal" in markdown
+    )
+    assert r"\begin{tabular}" in latex and latex.count("% Made by metacal compare") == 1
+    assert page.startswith("<!doctype html>") and "Differences from cross_entropy" in page
+    assert json.loads(found)["baseline"] == "cross_entropy" and json.loads(found)["command"].startswith(
+        "metacal compare"
+    )
+
+
+def test_json_on_standard_output_is_json_alone(folder, capsys):
+    assert main(["compare", str(folder), "--json", *FEW]) == 0
+    assert len(json.loads(capsys.readouterr().out)["groups"]) == 2
+
+
+def test_refusals_are_one_line_and_status_2(folder, tmp_path, capsys):
+    other = write_run(tmp_path / "other", ["method=brier"], labels_seed=9)
+    for words, message in (
+        (["nowhere"], "nowhere does not exist"),
+        (
+            [str(tmp_path / "other"), str(folder)],
+            f"2 different test sets and cannot be compared: digits 00000009 (200 images) of 1 run such as {other}",
+        ),
+        ([str(folder), "--sort", "speed"], "sort must be one of"),
+        ([str(folder), "--measures", "ece,eec"], "did you mean 'ece'?"),
+        ([str(folder), "--baseline", "method=none"], "baseline method=none must pick one of the groups"),
+        ([str(folder), "--html", str(tmp_path)], "--html must name a file"),
+        ([str(folder), "--csv", "missing/a.csv"], "the folder missing does not exist"),
+        ([str(folder), "--csv", "--json"], "only one format can go to standard output, got --csv --json"),
+        ([], "the following arguments are required: RUNS"),
+    ):
+        assert main(["compare", *words]) == 2, words
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+def test_all_unfinished_says_why_each_is(tmp_path, capsys):
+    for seed in range(2):
+        write_run(tmp_path / f"seed{seed}", seed=seed, finished=False)
+    assert main(["compare", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "no finished run to compare" in error and all(f"seed{seed}: unfinished" in error for seed in range(2))
+
+
+def test_runs_of_the_trainer_can_be_compared(tmp_path, capsys):
+    words = ["method=cross_entropy", "baselines=[focal]", "epochs=1", "monitor.resamples=0", "progress=false"]
+    words += ["model.hidden=[8]", "data.train_size=300", "threads=1"]
+    for seed in range(2):
+        assert main(["train", *words, f"seed={seed}", f"runs={tmp_path}"]) == 0
+    capsys.readouterr()
+    assert main(["compare", f"{tmp_path}/**/seed*", "--json", *FEW]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(g["label"], g["seeds"]) for g in found["groups"]] == [("cross_entropy", [0, 1]), ("focal", [0, 1])]
+    for g in found["groups"]:
+        for i, run in enumerate(g["runs"]):
+            with open(f"{run['path']}/summary.json") as file:
+                summary = json.load(file)
+            for scaling, suffix in (("none", ""), ("temperature", "_scaled")):
+                value = g["measures"][scaling]["ece"]["values"][i]
+                assert value == pytest.approx(summary[f"test/ece{suffix}"], abs=1e-9)

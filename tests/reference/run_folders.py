@@ -1,0 +1,78 @@
+"""Run folders with made-up predictions, as a training run writes them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from metacal.calibration import TemperatureScaling, accuracy
+from metacal.compose import compose, to_yaml
+from metacal.config import Config
+from metacal.predictions import Predictions
+
+
+@functools.cache
+def composed(words: tuple[str, ...]) -> tuple[Config, str]:
+    """The config of a command's words, and its YAML."""
+    config = compose(words)
+    return config, to_yaml(config)
+
+
+def write_run(
+    path: Path,
+    words: Sequence[str] = (),
+    seed: int = 0,
+    *,
+    sharpness: float = 1.5,
+    n: int = 200,
+    labels_seed: int = 0,
+    finished: bool = True,
+    **summary: Any,
+) -> Path:
+    """A run of `metacal train *words seed=…` whose logits are `sharpness` times calibrated ones, with noise."""
+    path.mkdir(parents=True)
+    key = (*words, f"seed={seed}")
+    config, text = composed(key)
+    (path / "config.yaml").write_text(text)
+    lines = []
+    for epoch in (1, 2, 3):
+        line = {"step": 10 * epoch, "epoch": epoch, "split": "val", "ece": 0.1 / epoch + 0.01 * seed, "nll": 1 / epoch}
+        lines += [{"step": 10 * epoch - 5, "epoch": epoch - 1, "split": "train", "loss": 2.0 / epoch}, line]
+    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    if not finished:
+        return path
+    splits = {name: made_up(n, seed, labels_seed + i, sharpness) for i, name in enumerate(("test", "val"))}
+    for name, p in splits.items():
+        p.save(path / "predictions" / f"{name}.npz")
+    found = {
+        "method": config.method,
+        "name": config.name,
+        "seed": seed,
+        "test/accuracy": accuracy(splits["test"]),
+        "test/temperature": TemperatureScaling().fit(splits["val"]).temperature,
+        "epochs": 3,
+        "steps": 30,
+        "time/train_s": 60.0 + seed,
+        "device": "cpu",
+        "data": {"name": "digits", "fingerprint": f"{labels_seed:08d}", "train": 100, "meta": 0, "val": n, "test": n},
+        "command": " ".join(["metacal", "train", *key]),
+        "versions": {"metacal": "0.1.0", "torch": "2.0"},
+    } | summary
+    (path / "summary.json").write_text(json.dumps(found))
+    return path
+
+
+def made_up(n: int, seed: int, labels_seed: int, sharpness: float) -> Predictions:
+    """Labels that depend on `labels_seed` only, and logits that are overconfident where sharpness > 1."""
+    g = torch.Generator().manual_seed(labels_seed)
+    z = 1.5 * torch.randn(n, 4, generator=g, dtype=torch.float64)
+    labels = torch.multinomial(torch.softmax(z, 1), 1, generator=g).squeeze(1)
+    own = torch.Generator().manual_seed(1000 + seed)
+    return Predictions.from_logits(
+        sharpness * (z + 0.2 * torch.randn(n, 4, generator=own, dtype=torch.float64)), labels
+    )

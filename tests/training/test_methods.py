@@ -1,0 +1,242 @@
+"""Every method and every optimizer through the trainer: what they log, and that a stopped run goes on bit for bit."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import metacal
+from metacal import config_checks
+from metacal.compose import compose, config_dir
+from metacal.config import PenaltiesConfig
+from metacal.errors import InputError
+from metacal.losses import LOSSES
+from metacal.objective import TAKES_GAMMA
+from metacal.optim import OPTIMIZERS as OPTIMIZER_NAMES
+from metacal.penalties import PENALTIES
+from metacal.training.logging import ConsoleLog, RunLog
+from metacal.training.loop import Progress, complete_state, restore, train
+from metacal.training.run import build_watch
+from metacal.training.setup import (
+    Parts,
+    build_backbone,
+    build_parts,
+    evaluation_batches,
+    pixels_of,
+    prepare_data,
+    training_batches,
+)
+
+SMALL = [
+    "data.train_size=200",
+    "data.batch_size=32",
+    "data.meta_batch_size=16",
+    "model.hidden=[16,12]",
+    "epochs=2",
+    "monitor.log_every=3",
+    "monitor.figures_every=0",
+]
+METHODS = sorted(file.stem for file in (config_dir() / "method").glob("*.yaml"))
+OPTIMIZERS = sorted(file.stem for file in (config_dir() / "optimizer").glob("*.yaml"))
+
+
+def parts_of(words: list[str]) -> tuple:
+    """Config, parts and watch of the run that `words` describe."""
+    config = compose(words)
+    device = torch.device("cpu")
+    data = prepare_data(config, device)
+    backbone = build_backbone(config, data, device)
+    batches = training_batches(config, data)
+    parts = build_parts(config, backbone, *batches, evaluation_batches(data.val), pixels=pixels_of(data))
+    return config, parts, build_watch(config, parts)
+
+
+def run(
+    words: list[str], folder: Path | None = None, stop_after: int | None = None, state: dict | None = None
+) -> Parts:
+    """Train; with `stop_after` a run is stopped after so many steps and gone on with in parts made anew."""
+    config, parts, watch = parts_of(words)
+    log = RunLog(folder)
+    console = ConsoleLog("test", 1, 1, enabled=False)
+    torch.manual_seed(config.seed)
+    progress = restore(parts, watch, state, "a state") if state else Progress()
+    stop = None if stop_after is None else lambda: progress.step >= stop_after
+    try:
+        train(config, parts, watch, log, console, None, progress, stop)
+    except KeyboardInterrupt:
+        saved = complete_state(parts, progress, watch, log)
+        return run(words, state=torch_round_trip(saved))
+    finally:
+        log.close()
+    return parts
+
+
+def torch_round_trip(state: dict) -> dict:
+    """As a checkpoint would give it back."""
+    import io
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def assert_same(a: Parts, b: Parts) -> None:
+    for left, right in ((a.backbone, b.backbone), (a.gamma, b.gamma)):
+        if left is None:
+            assert right is None
+            continue
+        for (name, p), q in zip(left.state_dict().items(), right.state_dict().values()):
+            assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        *OPTIMIZERS,
+        "sam optimizer.base=adamw",
+        "sam optimizer.base=muon optimizer.adaptive=true",
+        "muon optimizer.rest=sgd",
+        "bulk_sgd optimizer.k=3 optimizer.every=3 optimizer.matrix=gauss_newton",
+    ],
+)
+def test_each_optimizer_trains_and_resumes_bit_for_bit(optimizer: str) -> None:
+    words = [*SMALL, "method=metacal", *f"optimizer={optimizer}".split(), "meta.lr=0.1"]
+    words += ["epochs=8"] if optimizer == "gd" else ["optimizer.lr=0.01"]
+    whole = run(words)
+    start = parts_of(words)[1]
+    moved = [not torch.equal(p, q) for p, q in zip(whole.backbone.parameters(), start.backbone.parameters())]
+    assert all(moved)
+    assert any(not torch.equal(p, q) for p, q in zip(whole.gamma.parameters(), start.gamma.parameters()))
+    assert_same(whole, run(words, stop_after=4))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_trains_and_resumes_bit_for_bit(method: str) -> None:
+    words = [*SMALL, f"method={method}"]
+    assert_same(run(words), run(words, stop_after=4))
+
+
+@pytest.mark.parametrize(
+    ("method", "zero", "plain"),
+    [
+        ("calmo", ["robust_kl", "margin_smoothness"], ["method=cross_entropy"]),
+        ("margin_tail", ["margin_tail"], ["method=cross_entropy"]),
+        ("hessian_trace", ["hessian_trace"], ["method=cross_entropy"]),
+        ("metacal", ["margin_tail", "hessian_trace"], ["method=gamma_net", "meta.lr=3e-3"]),
+    ],
+)
+def test_penalties_without_weight_change_nothing(method: str, zero: list[str], plain: list[str]) -> None:
+    without = [f"penalties.{name}.weight=0" for name in zero]
+    assert_same(run([*SMALL, f"method={method}", *without]), run([*SMALL, *plain]))
+
+
+def test_penalties_are_logged_with_share_gradient_and_time(tmp_path: Path) -> None:
+    run(
+        [
+            *SMALL,
+            "method=cross_entropy",
+            "penalties.margin_tail.weight=0.1",
+            "penalties.hessian_trace.weight=1e-3",
+            "penalties.hessian_trace.every=2",
+        ],
+        tmp_path,
+    )
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["split"] == "penalty"]
+    times = [line for line in lines if line["split"] == "time"]
+    assert len(found) >= 2
+    for name in ("margin_tail", "hessian_trace"):
+        assert all(line[name] > 0 for line in found)
+        detailed = [line for line in found if f"{name}_share" in line]
+        assert detailed and all(0 < line[f"{name}_share"] < 1 for line in detailed)
+        assert all(line[f"{name}_grad_norm"] > 0 for line in detailed)
+        assert any(line.get(f"penalty_{name}_ms", 0) > 0 for line in times)
+
+
+@pytest.mark.parametrize("method", ["gamma_net", "metacal"])
+def test_gradient_descent_takes_the_whole_set_in_parts_of_any_size(method: str) -> None:
+    words = [*SMALL, "optimizer=gd", f"method={method}", "epochs=4", "penalties.hessian_trace.every=1"]
+    a, b = run([*words, "data.batch_size=7"]), run([*words, "data.batch_size=1000"])
+    assert len(a.train) == 1 and a.step.count == 4
+    for p, q in zip(a.backbone.parameters(), b.backbone.parameters()):
+        assert torch.allclose(p, q, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["penalties.margin_tail.weight=-1"], "penalties.margin_tail.weight must be >= 0, got -1"),
+        (["penalties.robust_kl.weight=1", "penalties.robust_kl.eps=-0.1"], "penalties.robust_kl.eps must be >= 0"),
+        (["penalties.robust_kl.weight=1", "penalties.robust_kl.eps=0"], "penalties.robust_kl.eps must be > 0"),
+        (["penalties.hessian_trace.every=0"], "penalties.hessian_trace.every must be >= 1"),
+        (["penalties.margn_tail.weight=1"], "penalties.margin_tail"),
+        (["optimizer=sam", "optimizer.rho=-1"], "optimizer.rho must be >= 0, got -1"),
+        (["optimizer=muno"], "did you mean 'muon'"),
+        (["optimizer=gd", "meta.engine=reverse"], "only meta.engine=forward"),
+        (["method=dual_focal", "gamma.source=adafocal"], "go together"),
+        (["loss.learn_smoothing=scalar"], "needs loss.name=label_smoothing"),
+        (["optimizer=adamw", "optimizer.momentum=0.5"], "optimizer.momentum=0.5 is no setting of adamw"),
+        (["optimizer=sgd", "optimizer.rho=0.3"], "optimizer.rho=0.3 is no setting of sgd"),
+        (["optimizer=gd", "data.flip=true"], "optimizer=gd descends one function"),
+        (["optimizer=gd", "data.mixup=0.2"], "does not go with optimizer=gd"),
+    ],
+)
+def test_bad_words_are_refused_before_anything_is_done(words: list[str], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        compose(words)
+
+
+def test_the_schema_knows_every_part_by_its_name() -> None:
+    assert {f.name for f in fields(PenaltiesConfig)} == set(PENALTIES)
+    for f in fields(PenaltiesConfig):
+        options = set(vars(getattr(PenaltiesConfig(), f.name))) - {"weight", "every", "ramp"}
+        assert options <= set(inspect.signature(PENALTIES[f.name]).parameters), f.name
+    assert set(config_checks.CHOICES["loss.name"]) == set(LOSSES)
+    assert {*config_checks.WITH_GAMMA, "label_smoothing"} == set(TAKES_GAMMA)
+    assert config_checks.CHOICES["optimizer.name"] == OPTIMIZER_NAMES
+
+
+def test_penalties_on_pixels_need_to_know_these() -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+    x, y = torch.rand(60, 3, 2, 2), torch.arange(60) % 3
+    with pytest.raises(InputError, match=r"penalties.robust_kl works on pixels.*pixels=\(mean, std\)"):
+        metacal.fit(model, (x, y), method="calmo", epochs=1, progress=False)
+    for given in (([0.0], [0.0]), ([0.0, 1.0], [1.0])):
+        with pytest.raises(InputError, match="pixels must"):
+            metacal.fit(model, (x, y), method="calmo", epochs=1, progress=False, pixels=given)
+    fit = metacal.fit(model, (x, y), method="calmo", epochs=1, progress=False, pixels=([0.0] * 3, [1.0] * 3))
+    assert fit.best_epoch == 1
+
+
+def test_bad_parts_are_refused_before_training() -> None:
+    with pytest.raises(InputError, match="k must be at least 1 and below the"):
+        parts_of([*SMALL, "optimizer=bulk_sgd", "optimizer.k=100000"])
+    small = [word for word in SMALL if not word.startswith("model.hidden")]
+    with pytest.raises(InputError, match=r"data.batch_size=32, but layer 1 takes statistics over a batch"):
+        parts_of([*small, "optimizer=gd", "model=cnn", "model.width=4"])
+    parts_of([*small, "optimizer=gd", "model=cnn", "model.width=4", "data.batch_size=200"])
+
+
+def test_a_penalty_that_cannot_work_on_the_input_says_so_before_training() -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+    x, y = 9 * torch.rand(60, 3, 2, 2), torch.arange(60) % 3
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(InputError, match="pixels"):
+        metacal.fit(model, (x, y), method="calmo", epochs=1, progress=False, pixels=([0.0] * 3, [1.0] * 3))
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights))
+
+
+def test_fit_knows_gradient_descent_and_refuses_settings_of_another_optimizer() -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+    x, y = torch.rand(60, 3, 2, 2), torch.arange(60) % 3
+    fit = metacal.fit(model, (x, y), method="focal", epochs=3, progress=False, overrides=["optimizer=gd"], batch_size=7)
+    assert fit.history[-1]["step"] == 3
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"cannot hold optimizer.lr beside an optimizer of your own"):
+        metacal.fit(model, (x, y), epochs=1, progress=False, optimizer=own, overrides=["optimizer.lr=0.5"])

@@ -236,7 +236,7 @@ class MonitorConfig:
     tolerance: float = 0.01  # of eigenvalues, relative
     robust_eps: float | None = None  # L-infinity radius of robust margins, in normalised units; None: none
     certificate: int = 0  # samples for the margin bound on the Gauss-Newton sharpness; 0: none
-    max_share: float | None = 0.1  # of the run's time for these measurements: they wait rather than exceed it
+    max_share: float | None = 0.09  # of the run's time for these measurements: they wait rather than exceed it
     n_bins: int = 15
     resamples: int = 1000  # bootstrap resamples behind the test intervals; 0: no intervals
     histograms: bool = True

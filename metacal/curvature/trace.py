@@ -71,13 +71,20 @@ def signs_at(shape: tuple[int, ...], first_row: int, key: tuple[int, ...], like:
 
 
 def _standard_error(draws: list[Tensor], second: tuple[Tensor, Tensor] | None) -> float:
-    """Error of the mean over examples and probes; `second`: two draws of the same rows, for a single probe."""
+    """Error of the mean over examples and probes; `second`: two draws of the same rows, for a single probe.
+
+    From the rows only the share of the noise in the draws' second moment is taken, and the moment itself from all
+    examples: a few of them carry most of it, and the rows may have missed these.
+    """
     n = len(draws[0])
     if second is None:
         values = torch.stack(draws).double()
         within = values.var(0).mean() / len(draws)
     else:
-        within = (second[0] - second[1]).double().square().mean() / 2
+        one, two = (d.double() for d in second)
+        moment = (one.square() + two.square()).mean() / 2
+        share = (one - two).square().mean() / 2 / moment if float(moment) > 0 else moment
+        within = share * draws[0].double().square().mean()
     return math.sqrt(float(within) / n)
 
 

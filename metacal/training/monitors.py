@@ -70,13 +70,13 @@ class Watch:
     """The monitors of a run, and the budget of the dear ones.
 
     Monitors with `budgeted = True` that are due at a step are measured together, so that their values pair, or wait
-    together while measuring them, at the cost of their last time, would lift their share of the run's time above
-    `max_share`. The first measurement is always taken, since its cost is not known before.
+    together while measuring them, at the cost of their last time, would lift the share of all monitors in the run's
+    time above `max_share`. The first measurement is always taken, since its cost is not known before.
     """
 
     monitors: Sequence[Monitor] = ()
     max_share: float | None = None
-    spent: float = 0.0  # seconds on budgeted monitors
+    spent: float = 0.0  # seconds on monitors
     waited: int = 0  # times that they waited
     costs: dict[str, float] = field(default_factory=dict)  # name -> seconds of its last measurement
     began: float = field(default_factory=time.perf_counter)
@@ -94,9 +94,9 @@ class Watch:
             values.update(monitor.measure(state))
             seconds = time.perf_counter() - start
             values[f"time/monitor_{monitor.name}_ms"] = 1e3 * seconds
+            self.spent += seconds
             if monitor in budgeted:
                 self.costs[monitor.name] = seconds
-                self.spent += seconds
         return values
 
     def _allows(self, names: Sequence[str]) -> bool:
@@ -106,7 +106,7 @@ class Watch:
         return self.spent + cost <= self.max_share * (time.perf_counter() - self.began + cost)
 
     def scalars(self) -> dict[str, float]:
-        """What the budgeted monitors have cost so far; nothing when there are none."""
+        """What monitors have cost so far; nothing when none of them is budgeted."""
         if not self.costs:
             return {}
         share = self.spent / max(time.perf_counter() - self.began, 1e-9)

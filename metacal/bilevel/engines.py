@@ -19,21 +19,20 @@ engine is one object per model; in every step that has an outer part it is used 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metacal.bilevel.replay import Recorder, Replayer, Unmatched
 from metacal.bilevel.state import RandomState, buffers_of, restore_buffers
 from metacal.bilevel.tangents import FastTangents
 from metacal.bilevel.updates import Cotangents, total_norm
 from metacal.errors import InputError, require
-from metacal.forward_mode import dual_level
+from metacal.forward_mode import dual_level, plain_attention
 
 __all__ = ["ENGINES", "Difference", "Forward", "Mark", "Outputs", "Reverse", "Step", "call"]
 
@@ -48,18 +47,6 @@ def call(model: nn.Module, x: Tensor, replaced: dict[str, Tensor] | None = None)
     """The model's outputs, with parameters and buffers replaced by name for this call."""
     result = model(x) if replaced is None else functional_call(model, replaced, (x,))
     return (result[0], result[1]) if isinstance(result, tuple) else (result, None)
-
-
-@contextmanager
-def _forward_differentiable() -> Iterator[None]:
-    """Attention by its plain kernel: the fused ones have no forward-mode derivative."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class Step:
@@ -186,7 +173,7 @@ class Forward(Step):
         if recorder is not None:
             originals = [(replaced[name], b) for name, b in self.model.named_buffers()]
             mode = Replayer(recorder, [*zip(at, self.params), *originals])
-        with random.replayed(), dual_level(), _forward_differentiable():
+        with random.replayed(), dual_level(), plain_attention():
             for name, value, tangent in zip(self.names, at, v):
                 value = value.detach()
                 replaced[name] = value if tangent is None else forward_ad.make_dual(value, tangent)
@@ -305,7 +292,7 @@ class Reverse(Step):
             old.requires_grad_(p.requires_grad)
         # the graph that is kept holds these copies: the module's own buffers may change before it is used
         buffers = {name: b.clone() for name, b in self.buffers.items()}
-        with sdpa_kernel(SDPBackend.MATH):
+        with plain_attention():
             outputs = call(self.model, x, {**buffers, **dict(zip(self.names, self.old))})
         restore_buffers(self.model, buffers)
         return outputs

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Optimizer
 
 from metacal.bilevel.state import RandomState
 from metacal.errors import InputError, require
+from metacal.forward_mode import plain_attention
 
 __all__ = ["HIGHER", "check_unrollable", "unrolled_gradient"]
 
@@ -69,7 +69,7 @@ def unrolled_gradient(
 
     device = next(model.parameters()).device
     context: Any = higher.innerloop_ctx(model, optimizer, copy_initial_weights=True)
-    with sdpa_kernel(SDPBackend.MATH), context as (functional, steps):
+    with plain_attention(), context as (functional, steps):
         for i, override in enumerate(settings):
             steps.step(inner(functional, i), override=override, grad_callback=clip)
         with RandomState.aside(device):

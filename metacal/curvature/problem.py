@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from metacal.errors import InputError, require
+from metacal.forward_mode import plain_attention
 
 __all__ = ["Problem", "logit_factor", "logit_gradient", "logit_hessian"]
 
@@ -100,18 +100,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _exact_math(device: torch.device) -> Iterator[None]:
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast(device.type, enabled=False),
-            sdpa_kernel(SDPBackend.MATH),
-        ):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        plain_attention(),
+    ):
+        yield
 
 
 def _rng_states(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -20,13 +20,12 @@ def report(study: Study) -> list[Path]:
     result = compare_runs(group_runs(runs), sort="ece", left_out=left_out)
     print(result.table("none").render("text"), end="\n\n")
     minutes = sum(run.minutes or 0.0 for run in runs)
-    command = f"metacal study {study.name}"
     text = [result.table("none").render("markdown"), result.runs_table().render("markdown")]
-    text.append(f"{len(runs)} runs, {minutes:.0f} minutes of training in all.\n")
+    text.append(f"`{study.command}`: {len(runs)} runs, {minutes:.0f} minutes of training in all.\n")
     paths = [study.folder / name for name in ("table.md", "report.html", "numbers.json")]
     paths[0].write_text("\n\n".join(text))
-    paths[1].write_text(comparison_page(result, title=study.name, command=command))
-    paths[2].write_text(to_json({"command": command, **result.to_dict()}))
+    paths[1].write_text(comparison_page(result, title=study.name, command=study.command))
+    paths[2].write_text(to_json({"command": study.command, **result.to_dict()}))
     for name, _, figure in figures_of(result):
         paths.append(study.folder / f"{name.lower().replace(' ', '_')}.png")
         figure.savefig(paths[-1], dpi=130)

@@ -67,6 +67,7 @@ class Study:
     report: str
     jobs: Sequence[Job]
     folder: Path  # where the report goes
+    command: str  # that made it
 
 
 def study_names() -> list[str]:
@@ -106,7 +107,8 @@ def load_study(name: str, variant: str | None = None, words: Sequence[str] = ())
                 *words,
             )
             jobs.append(_job(composed, label, _last_of_each(command), swept))
-    return Study(title, spec["report"], jobs, Path(jobs[0].config.runs) / title / "report")
+    command = " ".join(["metacal study", name, *([f"variant={variant}"] if variant else []), *words])
+    return Study(title, spec["report"], jobs, Path(jobs[0].config.runs) / title / "report", command)
 
 
 def _last_of_each(words: Sequence[str]) -> tuple[str, ...]:

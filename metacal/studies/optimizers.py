@@ -41,8 +41,9 @@ def report(study: Study) -> list[Path]:
         print(table.render("text"), end="\n\n")
     minutes = sum(n["minutes"] for n in numbers)
     text = "\n\n".join(table.render("markdown") for table in tables)
-    command = study.jobs[0].folder.read_summary()["command"]
-    text += f"\n\n{len(numbers)} runs, {minutes:.0f} minutes of training in all. The first run: `{command}`\n"
+    first = study.jobs[0].folder.read_summary()["command"]
+    text += f"\n\n`{study.command}`: {len(numbers)} runs, {minutes:.0f} minutes of training in all."
+    text += f" The first: `{first}`\n"
     paths = [study.folder / name for name in ("table.md", "numbers.json", "plane.png")]
     paths[0].write_text(text)
     paths[1].write_text(to_json(numbers))

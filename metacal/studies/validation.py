@@ -35,8 +35,8 @@ def report(study: Study) -> list[Path]:
     note = f"Mean ± standard deviation over {runs} seeds; validation split, at the epoch of its least NLL, unscaled."
     table = Table(columns, rows, "setting", "Validation", [note])
     print(table.render("text"), end="\n\n")
-    command = study.jobs[0].folder.read_summary()["command"]
+    first = study.jobs[0].folder.read_summary()["command"]
     paths = [study.folder / "table.md", study.folder / "numbers.json"]
-    paths[0].write_text(f"{table.render('markdown')}\n\nThe first run: `{command}`\n")
+    paths[0].write_text(f"{table.render('markdown')}\n\n`{study.command}`; the first run: `{first}`\n")
     paths[1].write_text(to_json(found))
     return paths

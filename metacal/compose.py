@@ -21,7 +21,7 @@ from metacal.config import Config
 from metacal.config_checks import validate
 from metacal.errors import InputError, did_you_mean, require
 
-__all__ = ["compose", "config_dir", "from_dictionary", "keys_of", "register_schema", "to_yaml"]
+__all__ = ["PATH_KEYS", "compose", "config_dir", "from_dictionary", "keys_of", "register_schema", "to_yaml"]
 
 
 def config_dir() -> Path:
@@ -67,13 +67,14 @@ def compose(overrides: Sequence[str] = (), config_file: str | Path | None = None
     return from_dictionary(node)
 
 
-_PATHS = ("resume", "run_dir", "runs", "data.path")
+PATH_KEYS = ("resume", "run_dir", "runs", "data.path")
+"""Keys whose values are paths, taken as they stand: folders of runs have signs of Hydra's grammar in their names."""
 
 
 def _quoted(word: str) -> str:
     """Values that are paths in quotes: Hydra's grammar gives commas and equal signs, which folders have, a meaning."""
     key, equals, value = word.partition("=")
-    if key.lstrip("+") not in _PATHS or not equals or value[:1] in ("'", '"', "") or value == "null":
+    if key.lstrip("+") not in PATH_KEYS or not equals or value[:1] in ("'", '"', "") or value == "null":
         return word
     escaped = value.replace("'", "\\'")
     return f"{key}='{escaped}'"

@@ -89,7 +89,7 @@ class GammaConfig:
     # fixed | flsd | step | adafocal (by the meta split's calibration); learned by the outer problem: scalar | gamma_net
     source: str = "fixed"
     value: float = 3.0  # fixed
-    milestones: list[int] = field(default_factory=list)  # step: epochs at which the next value begins
+    milestones: list[float] = field(default_factory=list)  # step: fractions of the training at which gamma changes
     values: list[float] = field(default_factory=list)  # step: one more than milestones
     init: float = 1.0  # gamma_net, scalar: gamma at the start
     max: float = 50.0  # gamma_net, scalar: the smooth cap

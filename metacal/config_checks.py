@@ -210,6 +210,11 @@ def _validate_combinations(config: Config) -> None:
             "gamma.values must hold one number >= 0 more than gamma.milestones, got "
             f"{list(gamma.values)} and {list(gamma.milestones)}",
         )
+        require(
+            all(0 < m < 1 for m in gamma.milestones) and sorted(set(gamma.milestones)) == list(gamma.milestones),
+            f"gamma.milestones must be increasing fractions of the training in (0, 1), got {list(gamma.milestones)}; "
+            f"with epochs={config.epochs}, epoch e is the fraction e/{config.epochs}",
+        )
     require(gamma.init < gamma.max, f"gamma.init must be < gamma.max={gamma.max}, got {gamma.init}")
     require(
         (gamma.input == "layer") == (gamma.layer is not None),

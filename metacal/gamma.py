@@ -108,10 +108,11 @@ class FixedGamma(nn.Module):
 class StepGamma(nn.Module):
     """A gamma that changes with the epoch: `values[0]` at first, `values[i]` from epoch `milestones[i - 1]` on.
 
-    milestones: increasing epochs; values: one more than milestones, each >= 0.
+    milestones: increasing epochs, whole or not (`metacal train` makes them of the fractions `gamma.milestones`);
+    values: one more than milestones, each >= 0.
     """
 
-    def __init__(self, milestones: Sequence[int], values: Sequence[float]) -> None:
+    def __init__(self, milestones: Sequence[float], values: Sequence[float]) -> None:
         super().__init__()
         require(
             len(values) == len(milestones) + 1,

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from metacal.commands.sweep import take_count
+from metacal.errors import InputError
+
+if TYPE_CHECKING:
+    from metacal.studies.grid import Study
 
 __all__ = ["study_command"]
 
-USAGE = """usage: metacal study NAME [variant=NAME] [jobs=N] [threads=N] [key=value ...]
+USAGE = """usage: metacal study NAME|FILE.yaml [variant=NAME] [jobs=N] [threads=N] [key=value ...]
 
 Runs what a study's grid still misses (interrupted runs go on, finished ones are kept) and writes its report.
+A run that fails does not stop the others: the report is then made of those that are finished, and the status is 1.
+  FILE.yaml       a study of your own; docs/training.md has the format
   variant=fast    a version named in the study's file
   jobs=2          runs at a time, the cores shared out among them
   threads=1       of each run, instead
@@ -37,8 +46,20 @@ def study_command(argv: Sequence[str]) -> int:
     from metacal.studies.runner import require_all_done, run_missing
 
     study = load_study(name, variant or None, words)
-    require_all_done(run_missing(study.jobs, n_jobs or 1, threads))
-    report = importlib.import_module(f"metacal.studies.{study.report}").report
-    for path in report(study):
-        print(path)
+    states = run_missing(study.jobs, n_jobs or 1, threads)
+    done = [s.job for s in states if s.state == "done"]
+    if done:
+        _report(replace(study, jobs=done, unfinished=[s.job for s in states if s.state != "done"]))
+    require_all_done(states)
     return 0
+
+
+def _report(study: Study) -> None:
+    """Write the report and print the paths. What makes one of unfinished grids impossible must not hide the reason."""
+    try:
+        for path in importlib.import_module(f"metacal.studies.{study.report}").report(study):
+            print(path)
+    except InputError as error:
+        if not study.unfinished:
+            raise
+        print(f"metacal: no report: {error}", file=sys.stderr)

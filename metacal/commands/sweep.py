@@ -8,7 +8,7 @@ from pathlib import Path
 
 from metacal.errors import require
 
-__all__ = ["sweep_command", "take_count"]
+__all__ = ["sweep_command", "take_config_file", "take_count"]
 
 USAGE = """usage: metacal sweep [CONFIG.yaml] [jobs=N] [threads=N] key=a,b,c ... [key=value ...]
 
@@ -32,9 +32,7 @@ def sweep_command(argv: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    config_file = None
-    if words[0].endswith((".yaml", ".yml")) and ("=" not in words[0] or Path(words[0]).is_file()):
-        config_file = words.pop(0)
+    config_file = take_config_file(words)
     n_jobs = take_count(words, "jobs")
     threads = take_count(words, "threads")
     for word in words:
@@ -51,9 +49,16 @@ def sweep_command(argv: Sequence[str]) -> int:
     states = run_missing(jobs, n_jobs or 1, threads)
     done = [s.job for s in states if s.state == "done"]
     if len(done) > 1:
-        print("compare them: metacal compare " + " ".join(shlex.quote(word) for word in runs_for_compare(done)))
+        print("compare them: " + shlex.join(["metacal", "compare", *runs_for_compare(done)]))
     require_all_done(states)
     return 0
+
+
+def take_config_file(words: list[str]) -> str | None:
+    """Take the first of `words` out if it is a config file; None if it is not."""
+    if words and words[0].endswith((".yaml", ".yml")) and ("=" not in words[0] or Path(words[0]).is_file()):
+        return words.pop(0)
+    return None
 
 
 def take_count(words: list[str], key: str) -> int | None:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from metacal.commands.sweep import take_config_file
 from metacal.errors import InputError, RunError, require
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ __all__ = ["train_command"]
 def train_command(argv: Sequence[str]) -> int:
     """Run `metacal train ARGV`; returns the exit status."""
     words = list(argv)
-    config_file = None
-    if words and words[0].endswith((".yaml", ".yml")) and ("=" not in words[0] or Path(words[0]).is_file()):
-        config_file = words.pop(0)
+    config_file = take_config_file(words)
     _check_launcher(words)
     if any(word.startswith("-") for word in words):
         return _with_hydra(words, config_file)
@@ -54,11 +53,12 @@ def _run(config: Config, words: Sequence[str], config_file: str | None) -> int:
 
     folder = folder_of(config, words, config_file)
     if folder.finished and not config.overwrite:
+        look = shlex.join(["metacal", "evaluate", str(folder.path)])
         raise InputError(
-            f"{folder.path} holds a finished run; look at it with `metacal evaluate {folder.path}`, start over "
+            f"{folder.path} holds a finished run; look at it with `{look}`, start over "
             "with overwrite=true, or choose another seed=… or name=…"
         )
-    return run(config, folder, words).show()
+    return run(config, folder, words, config_file).show()
 
 
 def _resume(config: Config, words: Sequence[str]) -> int:
@@ -126,7 +126,7 @@ def _run_beside_baselines(config: Config, words: list[str], config_file: str | N
             print(f"{job.method}: already finished in {folder.path}, reused (overwrite=true starts over)")
             outcomes.append(Outcome(folder, folder.read_summary(), status=0))
             continue
-        outcome = run(job, folder, job_words)
+        outcome = run(job, folder, job_words, config_file)
         if outcome.status:
             return outcome.show()
         outcomes.append(outcome)
@@ -202,7 +202,7 @@ class _Task:
         if not folder.finished and (self.requeued or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"):
             config.overwrite = False  # the first attempt has started over; this one goes on
         with self._saving_before_requeue() as requeue:
-            status = run(config, folder, overrides).show()
+            status = run(config, folder, overrides, self.config_file).show()
             if status == 130:
                 requeue()  # does not come back if that is why the run stopped
                 raise KeyboardInterrupt  # Ctrl-C is meant for the whole grid
@@ -305,7 +305,7 @@ def _grid_status(jobs: Sequence[Job]) -> int:
         from metacal.studies.runner import runs_for_compare
 
         words = runs_for_compare([job for job in jobs if job.folder.finished])
-        print("compare them: metacal compare " + " ".join(shlex.quote(word) for word in words))
+        print("compare them: " + shlex.join(["metacal", "compare", *words]))
     if missing:
         names = ", ".join(job.title for job in missing[:5]) + (", …" if len(missing) > 5 else "")
         raise RunError(f"{len(missing)} of {len(jobs)} runs are not finished ({names}); the same command goes on")

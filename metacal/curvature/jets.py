@@ -6,12 +6,13 @@ operation applies to both parts; a bilinear one (layers, products) and an elemen
     (A B)₁ = A₁B + A B₁     (A B)₂ = A₂B + 2 A₁B₁ + A B₂     φ(a)₁ = φ'a₁     φ(a)₂ = φ'a₂ + φ''a₁²
 
 `RULES` maps a function to its rule. A rule gets the arguments of one call, tensors as `Operand`s, and the result, and
-returns what computes the result's jet from the operands'; it raises LookupError for a call that it does not cover.
+returns what computes the result's jet from the operands'; it raises NotImplementedError for a call that it does not
+cover.
+All are made of operations whose reverse derivatives are right, so jets can be differentiated in θ.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["RULES", "ZERO", "Jet", "JetOf", "Operand", "Push"]
+from metacal.curvature.activations import BY_INPUT, BY_RESULT, Slopes
+from metacal.curvature.plain import mean_square
 
-Jet = tuple[Tensor | None, Tensor | None]  # (first, second derivative); None is zero
+__all__ = ["RULES", "ZERO", "Jet", "JetOf", "Operand", "Push", "overwrites"]
+
+
+Part = Any  # a derivative: a tensor, or a tuple of them for a function with several results; None is zero
+Jet = tuple[Part, Part]  # (first, second derivative)
 ZERO: Jet = (None, None)
 
 
@@ -37,7 +43,7 @@ class Operand:
     @property
     def value(self) -> Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError("a value that a derivative needs was overwritten in place")
+            raise NotImplementedError("a value that a derivative needs was overwritten in place")
         return self.tensor
 
 
@@ -51,9 +57,7 @@ def _bare(x: Any) -> Any:
 
 JetOf = Callable[[Operand], Jet]
 Push = Callable[[JetOf, bool], Jet]  # (jets of the operands, whether second derivatives are wanted) → the result's jet
-
-
-Rule = Callable[[Any, Any, Tensor], Push]  # (arguments with `Operand`s for tensors, keywords, the result)
+Rule = Callable[[Any, Any, Any], Push]  # (arguments with `Operand`s for tensors, keywords, the result)
 
 
 def _sum(*terms: Tensor | None) -> Tensor | None:
@@ -64,19 +68,19 @@ def _sum(*terms: Tensor | None) -> Tensor | None:
     return total
 
 
-def _both(f: Callable[[Tensor], Tensor], jet: Jet) -> Jet:
+def _both(f: Callable[[Tensor], Any], jet: Jet) -> Jet:
     first, second = jet
     return (None if first is None else f(first)), (None if second is None else f(second))
 
 
-def _linear_in_first(func: Callable[..., Tensor]) -> Rule:
+def _linear_in_first(func: Callable[..., Any]) -> Rule:
     """`func` is linear in its first argument, and only that one has a jet."""
 
     def rule(args: Any, kwargs: Any, out: Tensor) -> Push:
         x, *rest = args
         others = list(_operands((rest, list(kwargs.values()))))
         if not isinstance(x, Operand) or any(o.slot is not None for o in others):
-            raise LookupError("more than its first argument depends on the parameters")
+            raise NotImplementedError("more than its first argument depends on the parameters")
         x, more = _bare(x), _plain(rest)
         named = {k: _plain(a) for k, a in kwargs.items()}
         return lambda of, second: _both(lambda d: func(d, *more, **named), of(x))
@@ -110,9 +114,13 @@ def _sum_rule(sign: int, reverse: bool = False) -> Rule:
         def push(of: JetOf, second: bool) -> Jet:
             left = of(a) if isinstance(a, Operand) else ZERO
             right = of(b) if isinstance(b, Operand) else ZERO
-            if scale != 1:
-                right = _both(lambda d: d * scale, right)
-            return _sum(left[0], right[0]), _sum(left[1], right[1])
+
+            def total(l: Part, r: Part) -> Part:
+                if r is None or scale == 1:
+                    return _sum(l, r)
+                return r * scale if l is None else torch.add(l, r, alpha=scale)
+
+            return total(left[0], right[0]), total(left[1], right[1])
 
         return push
 
@@ -130,9 +138,25 @@ def _bilinear(f: Callable[[Tensor, Tensor], Tensor], a: Operand, b: Operand) -> 
             return first, None
         return first, _sum(
             None if a2 is None else f(a2, b.value),
-            None if a1 is None or b1 is None else f(2 * a1, b1),
+            None if a1 is None or b1 is None else (f(2 * a1, b1) if a1.numel() <= b1.numel() else f(a1, 2 * b1)),
             None if b2 is None else f(a.value, b2),
         )
+
+    return push
+
+
+def _mean_square(args: Any, kwargs: Any, out: Tensor) -> Push:
+    x, dims = args
+
+    def push(of: JetOf, second: bool) -> Jet:
+        x1, x2 = of(x)
+        if x1 is None:
+            return ZERO
+        first = 2 * (x.value * x1).mean(dims, keepdim=True)
+        if not second:
+            return first, None
+        total = mean_square(x1, dims)
+        return first, 2 * (total if x2 is None else total + (x.value * x2).mean(dims, keepdim=True))
 
     return push
 
@@ -153,7 +177,7 @@ def _product(func: Callable[[Tensor, Tensor], Tensor]) -> Rule:
 def _quotient(args: Any, kwargs: Any, out: Tensor) -> Push:
     a, b = args
     if kwargs or not isinstance(a, Operand) or (isinstance(b, Operand) and b.slot is not None):
-        raise LookupError("only a division by a constant has a rule")
+        raise NotImplementedError("only a division by a constant has a rule")
     x = _bare(a)
     return lambda of, second: _both(lambda d: d / _plain(b), of(x))
 
@@ -168,11 +192,11 @@ def _layer(func: Callable[..., Tensor]) -> Rule:
         x, weight, bias = _with_defaults(names, (None, None, None), args[:3], given)
         more = args[3:]
         if bias is not None and not isinstance(bias, Operand):
-            raise LookupError("unknown form of its bias")
+            raise NotImplementedError("unknown form of its bias")
         product = _bilinear(lambda a, b: func(a, b, None, *more, **rest), x, weight)
         if bias is None or bias.slot is None:
             return product
-        shape = (-1, *[1] * (out.ndim - 2)) if func is not F.linear else (-1,)
+        shape = (-1, *[1] * (weight.tensor.ndim - 2))
 
         def push(of: JetOf, second: bool) -> Jet:
             first, other = product(of, second)
@@ -187,7 +211,7 @@ def _layer(func: Callable[..., Tensor]) -> Rule:
 def _with_defaults(names: Sequence[str], defaults: Sequence[Any], args: Any, kwargs: Any) -> list[Any]:
     """The values of the named arguments, given by position or by name."""
     if len(args) > len(names) or not set(kwargs) <= set(names):
-        raise LookupError("unknown arguments")
+        raise NotImplementedError("unknown arguments")
     values = dict(zip(names, defaults)) | dict(zip(names, args)) | kwargs
     return [values[n] for n in names]
 
@@ -199,7 +223,7 @@ def _batch_norm(args: Any, kwargs: Any, out: Tensor) -> Push:
         names, (None, None, None, None, None, False, 0.1, 1e-5), args, kwargs
     )
     if training or mean is None or var is None:
-        raise LookupError("no rule for the statistics of a batch")
+        raise NotImplementedError("no rule for the statistics of a batch")
     zero = torch.zeros_like(mean.value)
 
     def norm(a: Tensor, m: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
@@ -217,7 +241,7 @@ def _batch_norm(args: Any, kwargs: Any, out: Tensor) -> Push:
         if not second:
             return first, None
         if w2 is not None or b2 is not None:
-            raise RuntimeError("a scale of batch normalisation that is no parameter")
+            raise NotImplementedError("a scale of batch normalisation that is no parameter")
         return first, _sum(
             None if x2 is None else norm(x2, zero, w, None),
             None if x1 is None or w1 is None else norm(x1, zero, 2 * w1, None),
@@ -226,22 +250,28 @@ def _batch_norm(args: Any, kwargs: Any, out: Tensor) -> Push:
     return push
 
 
-def _elementwise(slopes: Callable[..., tuple[Tensor, Tensor]]) -> Rule:
-    """φ with (φ', φ'') = slopes(input, result, further arguments)."""
+def _elementwise(slopes: Callable[..., Slopes], by_result: bool) -> Rule:
+    """φ with (φ', φ'') = slopes(input or result, further arguments)."""
 
     def rule(args: Any, kwargs: Any, out: Tensor) -> Push:
         x, *more = args
         named = {k: a for k, a in kwargs.items() if k != "inplace"}
         if list(_operands((more, list(named.values())))):
-            raise LookupError("only its first argument may be a tensor")
-        result = Operand(out, out._version, None)
+            raise NotImplementedError("only its first argument may be a tensor")
+        at = Operand(out, out._version, None) if by_result else x
+        x = _bare(x)
 
         def push(of: JetOf, second: bool) -> Jet:
             x1, x2 = of(x)
             if x1 is None:
                 return ZERO
-            slope, bend = slopes(x, result, *more, **named)
-            return slope * x1, (_sum(None if x2 is None else slope * x2, bend * x1.square()) if second else None)
+            slope, bend = slopes(at.value, *more, **named)
+            if not second:
+                return slope * x1, None
+            return slope * x1, _sum(
+                None if x2 is None else slope * x2,
+                None if bend is None else bend * x1.square(),
+            )
 
         return push
 
@@ -253,48 +283,31 @@ def _relu(args: Any, kwargs: Any, out: Tensor) -> Push:
     return lambda of, second: _both(lambda d: torch.ops.aten.threshold_backward(d, result.value.detach(), 0), of(x))
 
 
-def _tanh(x: Operand, out: Operand) -> tuple[Tensor, Tensor]:
-    slope = 1 - out.value.square()
-    return slope, -2 * out.value * slope
+def _softmax(args: Any, kwargs: Any, out: Tensor) -> Push:
+    x, dim = _bare(args[0]), kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if dim is None or kwargs.get("dtype") is not None or len(args) > 2:
+        raise NotImplementedError("softmax without dim, or to another type")
+    result = Operand(out, out._version, None)
 
+    def push(of: JetOf, second: bool) -> Jet:
+        x1, x2 = of(x)
+        if x1 is None:
+            return ZERO
+        p = result.value
+        d = x1 - (p * x1).sum(dim, keepdim=True)  # derivative of log p
+        if not second:
+            return p * d, None
+        other = d * d if x2 is None else x2 + d * d
+        return p * d, p * (other - (p * other).sum(dim, keepdim=True))
 
-def _sigmoid(x: Operand, out: Operand) -> tuple[Tensor, Tensor]:
-    slope = out.value * (1 - out.value)
-    return slope, slope * (1 - 2 * out.value)
-
-
-def _silu(x: Operand, out: Operand) -> tuple[Tensor, Tensor]:
-    h = x.value
-    s = h.sigmoid()
-    return s * (1 + h * (1 - s)), s * (1 - s) * (2 + h * (1 - 2 * s))
-
-
-def _gelu(x: Operand, out: Operand, approximate: str = "none") -> tuple[Tensor, Tensor]:
-    if approximate != "none":
-        raise RuntimeError("no rule for an approximate gelu")
-    h = x.value
-    density = (-0.5 * h.square()).exp() / math.sqrt(2 * math.pi)
-    return 0.5 * (1 + torch.erf(h / math.sqrt(2))) + h * density, density * (2 - h.square())
-
-
-def _softplus(x: Operand, out: Operand, beta: float = 1.0, threshold: float = 20.0) -> tuple[Tensor, Tensor]:
-    h = x.value * beta
-    s = torch.where(h > threshold, torch.ones_like(h), h.sigmoid())
-    return s, beta * s * (1 - s)
-
-
-def _leaky_relu(x: Operand, out: Operand, negative_slope: float = 0.01) -> tuple[Tensor, Tensor]:
-    if negative_slope <= 0:
-        raise RuntimeError("a leaky relu of negative slope hides the sign of its input")
-    slope = (out.value.detach() > 0).to(out.value.dtype)  # of the result: the input may be overwritten
-    return slope + (1 - slope) * negative_slope, torch.zeros_like(slope)
+    return push
 
 
 def _max_pool2d(args: Any, kwargs: Any, out: Tensor) -> Push:
     x, *rest = args
     named = {k: a for k, a in kwargs.items() if k != "return_indices"}
-    if kwargs.get("return_indices") or x.tensor.ndim != 4:
-        raise LookupError("only pooling of a batch of images has a rule")
+    if kwargs.get("return_indices"):
+        raise NotImplementedError("no rule for pooling with indices")
     chosen: list[Tensor] = []
 
     def push(of: JetOf, second: bool) -> Jet:
@@ -302,73 +315,30 @@ def _max_pool2d(args: Any, kwargs: Any, out: Tensor) -> Push:
             with torch.no_grad():
                 chosen.append(F.max_pool2d(x.value, *rest, **named, return_indices=True)[1])
         at = chosen[0]
-        return _both(lambda d: d.flatten(2).gather(2, at.flatten(2)).view(at.shape), of(x))
+        return _both(lambda d: d.flatten(-2).gather(-1, at.flatten(-2)).view(at.shape), of(x))
 
     return push
 
 
-def _cat(args: Any, kwargs: Any, out: Tensor) -> Push:
-    parts, *rest = args
-    operands = list(parts)
+def _linear_in_list(func: Callable[..., Tensor]) -> Rule:
+    def rule(args: Any, kwargs: Any, out: Tensor) -> Push:
+        operands, *rest = args
 
-    def push(of: JetOf, second: bool) -> Jet:
-        jets = [of(o) for o in operands]
+        def push(of: JetOf, second: bool) -> Jet:
+            jets = [of(o) for o in operands]
 
-        def joined(order: int) -> Tensor | None:
-            ds = [jet[order] for jet in jets]
-            if all(d is None for d in ds):
-                return None
-            return torch.cat(
-                [torch.zeros_like(o.tensor) if d is None else d for o, d in zip(operands, ds)], *rest, **kwargs
-            )
+            def joined(order: int) -> Part:
+                ds = [jet[order] for jet in jets]
+                if all(d is None for d in ds):
+                    return None
+                filled = [torch.zeros_like(o.tensor) if d is None else d for o, d in zip(operands, ds)]
+                return func(filled, *rest, **kwargs)
 
-        return joined(0), joined(1)
+            return joined(0), joined(1)
 
-    return push
+        return push
 
-
-RULES: dict[Any, Rule] = {
-    F.linear: _layer(F.linear),
-    F.conv1d: _layer(F.conv1d),
-    F.conv2d: _layer(F.conv2d),
-    F.batch_norm: _batch_norm,
-    F.max_pool2d: _max_pool2d,
-    torch.cat: _cat,
-    torch.matmul: _product(torch.matmul),
-    Tensor.matmul: _product(torch.matmul),
-    Tensor.__matmul__: _product(torch.matmul),
-}
-"""What is known, by the function that PyTorch hands to a mode. In-place forms are carried out of place."""
-
-_f: Any
-for _f in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__):
-    RULES[_f] = _sum_rule(1)
-for _f in (torch.sub, Tensor.sub, Tensor.__sub__, Tensor.sub_, Tensor.__isub__):
-    RULES[_f] = _sum_rule(-1)
-RULES[Tensor.__rsub__] = _sum_rule(-1, reverse=True)
-for _f in (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.mul_, Tensor.__imul__):
-    RULES[_f] = _product(torch.mul)
-for _f in (torch.div, Tensor.div, Tensor.__truediv__):
-    RULES[_f] = _quotient
-for _f in (torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu):
-    RULES[_f] = _relu
-for _f in (torch.tanh, Tensor.tanh, F.tanh):
-    RULES[_f] = _elementwise(_tanh)
-for _f in (torch.sigmoid, Tensor.sigmoid, F.sigmoid):
-    RULES[_f] = _elementwise(_sigmoid)
-RULES[F.silu] = _elementwise(_silu)
-RULES[F.gelu] = _elementwise(_gelu)
-RULES[F.softplus] = _elementwise(_softplus)
-RULES[F.leaky_relu] = _elementwise(_leaky_relu)
-for _f in (
-    torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape, torch.permute, Tensor.permute, torch.transpose,
-    Tensor.transpose, torch.squeeze, Tensor.squeeze, torch.unsqueeze, Tensor.unsqueeze, Tensor.expand,
-    Tensor.contiguous, Tensor.clone, torch.t, Tensor.t, Tensor.__getitem__, torch.mean, Tensor.mean, torch.sum,
-    Tensor.sum, torch.neg, Tensor.neg, Tensor.__neg__, F.avg_pool2d, F.adaptive_avg_pool2d, Tensor.to, Tensor.float,
-    Tensor.double,
-):  # fmt: skip
-    RULES[_f] = _linear_in_first(_f)
-RULES[Tensor.view] = _linear_in_first(Tensor.reshape)  # an expanded jet has no view
+    return rule
 
 
 def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Tensor:
@@ -377,9 +347,59 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if training:
-        raise RuntimeError("dropout drew a mask")
+        raise NotImplementedError("dropout drew a mask")
     return input
 
 
-RULES[F.pad] = _linear_in_first(_pad)
-RULES[F.dropout] = _linear_in_first(_dropout)
+def _forms(*names: str, in_place: bool = True) -> Iterator[Any]:
+    """The functions of these names in torch, torch.Tensor and torch.nn.functional, as operators, and in place."""
+    forms = ("{}", "__{}__", "{}_", "__i{}__") if in_place else ("{}", "__{}__")
+    for owner in (torch, Tensor, F):
+        for form in forms:
+            for name in names:
+                found = getattr(owner, form.format(name), None)
+                if callable(found):
+                    yield found
+
+
+LINEAR = (
+    "flatten", "unflatten", "reshape", "reshape_as", "view_as", "permute", "transpose", "t", "movedim", "swapaxes",
+    "squeeze", "unsqueeze", "expand", "expand_as", "repeat", "contiguous", "clone", "to", "float", "double",
+    "getitem", "select", "narrow", "unbind", "chunk", "split", "flip", "roll", "mean", "sum", "neg", "negative",
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+    "pixel_shuffle", "unfold",
+)  # fmt: skip
+
+RULES: dict[Any, Rule] = {
+    **{f: _linear_in_first(f) for f in _forms(*LINEAR, in_place=False)},
+    **{f.__get__: _linear_in_first(f.__get__) for f in (Tensor.T, Tensor.mT)},  # type: ignore[attr-defined]
+    Tensor.view: _linear_in_first(Tensor.reshape),  # an expanded jet has no view
+    F.pad: _linear_in_first(_pad),
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _linear_in_first(_dropout)),
+    **{f: _linear_in_list(f) for f in _forms("cat", "concat", "stack", in_place=False)},
+    **dict.fromkeys(_forms("add", "radd"), _sum_rule(1)),
+    **dict.fromkeys(_forms("sub"), _sum_rule(-1)),
+    **dict.fromkeys(_forms("rsub"), _sum_rule(-1, reverse=True)),
+    **dict.fromkeys(_forms("mul", "multiply", "rmul"), _product(torch.mul)),
+    **dict.fromkeys(_forms("div", "truediv", "true_divide"), _quotient),
+    **dict.fromkeys(_forms("matmul", "mm", "bmm", in_place=False), _product(torch.matmul)),
+    Tensor.__rmatmul__: _product(lambda a, b: b @ a),
+    **{f: _layer(f) for f in (F.linear, F.conv1d, F.conv2d, F.conv3d)},
+    F.batch_norm: _batch_norm,
+    F.max_pool2d: _max_pool2d,
+    mean_square: _mean_square,
+    **dict.fromkeys(_forms("softmax", in_place=False), _softmax),
+    **{f: _elementwise(slopes, True) for name, slopes in BY_RESULT.items() for f in _forms(name)},
+    **{f: _elementwise(slopes, False) for name, slopes in BY_INPUT.items() for f in _forms(name)},
+    **dict.fromkeys(_forms("relu"), _relu),
+}
+"""What is known, by the function that PyTorch hands to a mode. In-place forms are carried out of place."""
+
+_OLD = set(_forms(*BY_INPUT))
+
+
+def overwrites(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call works in place on a first argument whose old value its rule needs."""
+    if func in (Tensor.mul_, Tensor.__imul__):
+        return any(isinstance(a, Tensor) and a.requires_grad for a in args[1:])
+    return func in _OLD and kwargs.get("inplace", False)

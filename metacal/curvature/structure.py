@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from metacal.curvature.activations import BY_INPUT, BY_RESULT, Slopes
 from metacal.curvature.layers import Captured
 
-__all__ = ["Chain", "chain_of", "curved_activations"]
+__all__ = ["Chain", "chain_of", "curved_activations", "kind_of", "slopes_of"]
 
 # graph nodes by what they do to a single parameter's path; names without "Backward0"/"Backward1"
 LINEAR = {
@@ -46,50 +46,43 @@ PRODUCT = {
     "CudnnBatchNorm", "MiopenBatchNorm", "BatchNorm",
 }  # fmt: skip
 LEAF_VIEW = {"T", "View", "Transpose", "Permute", "Expand", "Unsqueeze", "ReshapeAlias", "Reshape"}
+# activations: the function in torch, and its options as the node saved them
+ACTIVATIONS = {
+    "Tanh": ("tanh",),
+    "Sigmoid": ("sigmoid",),
+    "Relu": ("relu",),
+    "LeakyRelu": ("leaky_relu", "_saved_negative_slope"),
+    "Gelu": ("gelu", "_saved_approximate"),
+    "Silu": ("silu",),
+    "Softplus": ("softplus", "_saved_beta", "_saved_threshold"),
+}
 
 
-def _kind(node: Any) -> str:
+def kind_of(node: Any) -> str:
+    """The name of a graph node without its suffix, as in "Addmm" for AddmmBackward0."""
     return node.name().split("Backward")[0].split("::")[-1]
 
 
 def _is_leaf_view(node: Any) -> bool:
     while node is not None and not hasattr(node, "variable"):
-        if _kind(node) not in LEAF_VIEW or len(node.next_functions) != 1:
+        if kind_of(node) not in LEAF_VIEW or len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
     return node is not None
 
 
-def _curvature_of(node: Any) -> tuple[Tensor, Tensor] | None:
-    """(φ'(h), φ''(h)) of an activation node from what it saved, or None if it is none that is known."""
-    kind = _kind(node)
-    if kind == "Tanh":
-        a = node._saved_result.detach()
-        slope = 1 - a * a
-        return slope, -2 * a * slope
-    if kind == "Sigmoid":
-        a = node._saved_result.detach()
-        slope = a * (1 - a)
-        return slope, slope * (1 - 2 * a)
-    if kind in ("Relu", "LeakyRelu"):
-        saved = node._saved_result if kind == "Relu" else node._saved_self
-        slope = (saved.detach() > 0).to(saved.dtype)
-        if kind == "LeakyRelu":
-            slope = slope + (1 - slope) * node._saved_negative_slope
-        return slope, torch.zeros_like(slope)
-    if kind not in ("Gelu", "Silu", "Softplus"):
-        return None
-    h = node._saved_self.detach().requires_grad_()
-    with torch.enable_grad():
-        if kind == "Gelu":
-            a = F.gelu(h, approximate=node._saved_approximate)
-        elif kind == "Silu":
-            a = F.silu(h)
-        else:
-            a = F.softplus(h, node._saved_beta, node._saved_threshold)
-        (slope,) = torch.autograd.grad(a.sum(), h, create_graph=True)
-        (bend,) = torch.autograd.grad(slope.sum(), h)
-    return slope.detach(), bend
+def slopes_of(node: Any) -> Slopes | None:
+    """(φ'(h), φ''(h)) of an activation's node from what it saved, with graphs; None if it is none that is known.
+
+    φ'' is None where it is zero almost everywhere. Raises RuntimeError if what was saved is overwritten or freed.
+    """
+    name, *options = ACTIVATIONS.get(kind_of(node), ("",))
+    if name in BY_RESULT:
+        saved = node._saved_result if hasattr(node, "_saved_result") else node._saved_self
+        return BY_RESULT[name](saved, *[getattr(node, o) for o in options])
+    if name in BY_INPUT:
+        return BY_INPUT[name](node._saved_self, *[getattr(node, o) for o in options])
+    return None
 
 
 def curved_activations(captured: Captured) -> list[tuple[GradientEdge, GradientEdge, Tensor]] | None:
@@ -105,7 +98,7 @@ def curved_activations(captured: Captured) -> list[tuple[GradientEdge, GradientE
     seen, stack = {captured.z.grad_fn}, [captured.z.grad_fn]
     while stack:
         node: Any = stack.pop()
-        kind = _kind(node)
+        kind = kind_of(node)
         children = [c for c, _ in node.next_functions if c is not None]
         if hasattr(node, "variable"):
             continue
@@ -117,13 +110,14 @@ def curved_activations(captured: Captured) -> list[tuple[GradientEdge, GradientE
                 return None
         elif kind not in LINEAR:
             try:
-                bend = _curvature_of(node)
+                with torch.no_grad():
+                    parts = slopes_of(node)
             except RuntimeError:  # saved values overwritten in place
                 return None
-            if bend is None:
+            if parts is None or parts[1] is None:
                 return None
             child, index = node.next_functions[0]
-            sites.append((GradientEdge(child, index), GradientEdge(node, 0), bend[1]))
+            sites.append((GradientEdge(child, index), GradientEdge(node, 0), parts[1]))
         for child in children:
             if child not in seen:
                 seen.add(child)
@@ -186,15 +180,22 @@ class Chain:
                 full = True
         return total
 
-    def residual_sampled(self, u: Tensor, signs: list[Tensor]) -> Tensor:
-        """An unbiased draw of `residual` from signs (n, width) for each hidden layer: formula (*) with random signs."""
+    def residual_sampled(self, u: Tensor, signs: list[Tensor], smooth: bool = False) -> Tensor:
+        """An unbiased draw of `residual` (n,) from signs (n, width) for each hidden layer.
+
+        With c = φ''(h) ∘ δ at every hidden unit, (*) is Tr R = Σ_l β_l Σ c_h ‖∂h/∂h_l‖², whose square is sampled by a
+        product of two sums with random signs, one weighted by c/r and one by r: any constant r gives the same mean.
+        r² = |c| has the least noise. `smooth` adds its mean, for a draw to be differentiated in θ: the noise of the
+        derivative in c, of order 1/r, then stays finite.
+        """
         total = torch.zeros_like(self.beta[-1])
         s = t = torch.zeros_like(self.slope[-1])
         for l, c in reversed(list(enumerate(self.sources(u)))):
             if l + 1 < self.depth:
                 s, t = ((a @ self.weights[l + 1]) * self.slope[l] for a in (s, t))
-            root = signs[l] * c.abs().sqrt()
-            s, t = s + root * c.sign(), t + root
+            size = c.detach().abs()
+            r = (size + size.mean() if smooth else size).sqrt().clamp(min=1e-18)
+            s, t = s + signs[l] * (c / r), t + signs[l] * r
             total = total + self.beta[l] * (s * t).sum(1)
         return total
 
@@ -225,11 +226,13 @@ def chain_of(captured: Captured) -> Chain | None:
         if len(below) > 1:
             return None
         try:
-            parts = _curvature_of(below[0])
+            with torch.no_grad():
+                parts = slopes_of(below[0])
         except RuntimeError:
             return None
         if parts is None:
             return None
-        chain.slope.insert(0, parts[0])
-        chain.bend.insert(0, parts[1])
+        slope, bend = parts
+        chain.slope.insert(0, slope)
+        chain.bend.insert(0, torch.zeros_like(slope) if bend is None else bend)
         node = below[0].next_functions[0][0]

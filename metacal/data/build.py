@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ class Data:
     normalization: tuple[Tensor, Tensor]  # mean and std per channel, of values in [0, 1] for images
     pixel_range: tuple[Tensor, Tensor] | None  # what 0 and 1 become, per channel; None for float features
     fingerprint: str  # of the test split's content
+    fingerprints: Mapping[str, str]  # of the others: train, meta (if any), train_and_meta, val
 
     @property
     def n_classes(self) -> int:
@@ -63,6 +64,9 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
     Normalisation statistics are those of the training and meta splits together, the same whether or not they are
     folded; for torchvision's CIFAR sets the known ones of the whole training set.
 
+    Fingerprints are hashes of inputs and labels in their order; of image files they take names and sizes, and decode
+    nothing. `train_and_meta` is that of both splits together, so it is the same whether or not they are folded.
+
     Raises:
         InputError: for data that cannot be read or used, and for a split or a class left empty, naming it.
     """
@@ -75,7 +79,10 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
     )
     source = read_source(cfg.name, cfg.path, cfg.download, cfg.image_size)
     _check_source(cfg, source)
-    parts = _partition(cfg, source, seed, folded=fold == "true" or (fold == "auto" and not needs_meta))
+    index = _partition(cfg, source, seed, folded=fold == "true" or (fold == "auto" and not needs_meta))
+    parts = {name: (source.inputs.take(i), source.labels[i]) for name, i in index.items()}
+    if source.test_labels is not None:
+        parts["test"] = source.test_inputs, source.test_labels
 
     total = sum(inputs.nbytes for inputs, _ in parts.values())
     stream = cfg.storage == "stream" or (cfg.storage == "auto" and total > _MEMORY_LIMIT)
@@ -109,11 +116,15 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
         normalization=(mean.float(), std.float()),
         pixel_range=None if source.scale is None else ((-mean / std).float(), ((1 - mean) / std).float()),
         fingerprint=content.hexdigest(),
+        fingerprints=_fingerprints(source, index),
     )
 
 
-def _partition(cfg: DataConfig, source: Source, seed: int, folded: bool) -> dict[str, tuple[Any, np.ndarray]]:
-    """The disjoint splits, name -> (stored inputs, labels); without `meta` where it is folded into `train`."""
+def _partition(cfg: DataConfig, source: Source, seed: int, folded: bool) -> dict[str, np.ndarray]:
+    """The disjoint splits, name -> ascending indices into the source's training set.
+
+    Without `test` where the source has a test set, and without `meta` where it is folded into `train`.
+    """
     split_seed = seed if cfg.split_seed is None else cfg.split_seed
 
     def draw(key: str, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -133,10 +144,22 @@ def _partition(cfg: DataConfig, source: Source, seed: int, folded: bool) -> dict
         index["train"] = rest
     else:
         index["meta"], index["train"] = draw("meta_size", rest)
-    parts = {name: (source.inputs.take(i), source.labels[i]) for name, i in index.items()}
-    if source.test_labels is not None:
-        parts["test"] = source.test_inputs, source.test_labels
-    return parts
+    return index
+
+
+def _fingerprints(source: Source, index: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Of the content of every split but test, and of train and meta together."""
+    own_of = {name: index[name] for name in ("train", "meta", "val") if name in index}
+    if "meta" in index:
+        own_of["train_and_meta"] = np.sort(np.concatenate([index["train"], index["meta"]]))
+    found = {}
+    for name, own in own_of.items():
+        h = hashlib.blake2b(digest_size=8)
+        for at in range(0, len(own), CHUNK):  # a copy of a few inputs at a time
+            h.update(source.inputs.take(own[at : at + CHUNK]).digest())
+        h.update(source.labels[own].tobytes())
+        found[name] = h.hexdigest()
+    return {"train_and_meta": found["train"], **found}
 
 
 def _normalization(cfg: DataConfig, source: Source, training: list[Any]) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metacal.curvature.structure import Chain
-from metacal.penalties.activations import ACTIVATIONS, sigmoid_from_value, tanh_from_value
+from metacal.curvature.structure import Chain, kind_of, slopes_of
 
-__all__ = ["Head", "chain_from", "ends_in_linear", "head_from", "residual_sampled"]
+__all__ = ["Head", "chain_from", "ends_in_linear", "head_from"]
 
 
 @dataclass
@@ -37,20 +36,16 @@ class _Linear:
     below: Any
 
 
-def _name(node: Any) -> str:
-    return node.name().split("Backward")[0].split("::")[-1]
-
-
 def _linear(node: Any) -> _Linear | None:
     """A Linear layer on (N, in) with whole parameters, or None."""
-    kind = _name(node)
+    kind = kind_of(node)
     if kind not in ("Addmm", "Mm"):
         return None
     children = [c for c, _ in node.next_functions]
     bias, below, weight = children if kind == "Addmm" else (None, *children)
     if kind == "Addmm" and not (node._saved_alpha == 1 and node._saved_beta == 1):
         return None
-    if weight is not None and _name(weight) != "T":
+    if weight is not None and kind_of(weight) != "T":
         return None
     a = w = None
     if weight is not None:
@@ -71,26 +66,6 @@ def _known(sources: list[Any], params: Iterable[Tensor]) -> bool:
     histories = {p.grad_fn for p in params if p.grad_fn is not None}
     keys = [s.variable if hasattr(s, "variable") else s for s in sources]
     return len({id(k) for k in keys}) == len(keys) and all(hasattr(s, "variable") or s in histories for s in sources)
-
-
-def _activation(node: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    kind = _name(node)
-    if kind == "Tanh":
-        return tanh_from_value(node._saved_result)
-    if kind == "Sigmoid":
-        return sigmoid_from_value(node._saved_result)
-    if kind == "Relu":
-        a = node._saved_result.detach()
-        return a, (a > 0).to(a.dtype), None
-    if kind == "LeakyRelu":
-        return ACTIVATIONS["leaky_relu"](node._saved_self, node._saved_negative_slope)
-    if kind == "Gelu":
-        return ACTIVATIONS["gelu"](node._saved_self, node._saved_approximate)
-    if kind == "Silu":
-        return ACTIVATIONS["silu"](node._saved_self)
-    if kind == "Softplus":
-        return ACTIVATIONS["softplus"](node._saved_self, node._saved_beta, node._saved_threshold)
-    return None
 
 
 def chain_from(z: Tensor, params: Iterable[Tensor], rows: slice = slice(None)) -> tuple[Chain, bool] | None:
@@ -120,10 +95,10 @@ def chain_from(z: Tensor, params: Iterable[Tensor], rows: slice = slice(None)) -
             node = layer.below
             if node is None:
                 break
-            parts = _activation(node)
+            parts = slopes_of(node)
             if parts is None:
                 return None
-            _, slope, bend = parts
+            slope, bend = parts
             straight = straight and bend is None
             chain.slope.insert(0, slope[rows])
             chain.bend.insert(0, torch.zeros_like(slope[rows]) if bend is None else bend[rows])
@@ -174,22 +149,3 @@ def _reaches(root: Any, targets: list[Any]) -> bool:
             seen.add(child)
             stack.append(child)
     return False
-
-
-def residual_sampled(chain: Chain, u: Tensor, signs: list[Tensor]) -> Tensor:
-    """An unbiased draw of `Chain.residual` (N,) from signs (N, width) for each hidden layer, safe to differentiate.
-
-    With c = φ''(h) ∘ δ at every hidden unit, Tr R = Σ_l β_l Σ c_h ‖∂h/∂h_l‖², whose square is sampled by a product
-    of two sums with random signs, one weighted by c/r and one by r: any constant r gives the same mean, value and
-    gradient. r² = |c| + its mean keeps the noise low, and that of the derivative in c, of order 1/r, finite.
-    """
-    total = torch.zeros_like(chain.beta[-1])
-    s = t = torch.zeros_like(chain.slope[-1])
-    for l, c in reversed(list(enumerate(chain.sources(u)))):
-        if l + 1 < chain.depth:
-            s, t = ((a @ chain.weights[l + 1]) * chain.slope[l] for a in (s, t))
-        size = c.detach().abs()
-        r = (size + size.mean()).sqrt().clamp(min=1e-18)
-        s, t = s + signs[l] * (c / r), t + signs[l] * r
-        total = total + chain.beta[l] * (s * t).sum(1)
-    return total

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metacal.errors import InputError, require
+from metacal.forward_mode import plain_attention
 
 __all__ = [
     "check_batch",
@@ -24,7 +24,6 @@ __all__ = [
     "logits_of",
     "own_buffers",
     "plain",
-    "plain_attention",
     "require_second_derivative",
 ]
 
@@ -46,18 +45,6 @@ def own_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, buffer in held:
             module._buffers[name] = buffer
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Attention as plain matrix products: the fused kernels have no second derivative."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def logits_of(model: nn.Module, x: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ on the network; each has the trace as its mean over probes, and the first that a
                 layers: Tr G as above, from one recorded backward pass. Tr H too if they are piecewise linear, where it
                 equals Tr G.
 `jets`          any other network: with signs v for all parameters but those of the last layer,
-                vᵀHv = d²/dε² L(θ + εv), or its part z₁ᵀS z₁ for G, from the Taylor coefficients of the logits (`jets`);
+                vᵀHv = d²/dε² L(θ + εv), or its part z₁ᵀS z₁ for G, from the derivatives of the logits along v (`Tape`);
                 the last layer's own 1/N Σ tr(S_n)(‖a_n‖² + 1) is exact. BatchNorm in training mode is differentiated
                 through its statistics.
-`reverse`       where an operation has no rule in `jets`: the same by double and triple backward.
+`reverse`       where an operation has no rule in `curvature.jets`: the same by double and triple backward.
 
 With K − 1 probes and more the signs at the logits give way to the K − 1 columns of a factor of S_n, which are exact.
 """
@@ -31,11 +31,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from metacal.bilevel.state import RandomState
 from metacal.curvature.layers import Captured, Site, capture, examples_depend, gram_of
+from metacal.curvature.plain import WRONG, PlainNorms
 from metacal.curvature.problem import LOSSES, Problem, factor_columns, logit_factor, logit_gradient, logit_hessian
 from metacal.curvature.structure import curved_activations
+from metacal.curvature.tape import Tape
 from metacal.curvature.trace import signs_at
 from metacal.errors import InputError, require, require_choice
-from metacal.penalties.chain import Head, chain_from, ends_in_linear, head_from, residual_sampled
+from metacal.forward_mode import plain_attention
+from metacal.penalties.chain import Head, chain_from, ends_in_linear, head_from
 from metacal.penalties.evaluate import (
     check_batch,
     check_number,
@@ -43,10 +46,8 @@ from metacal.penalties.evaluate import (
     logits_of,
     own_buffers,
     plain,
-    plain_attention,
     require_second_derivative,
 )
-from metacal.penalties.jets import WRONG, Jets, PlainNorms, Unsupported
 
 __all__ = ["check_trace", "gn_trace", "hessian_trace", "trace_and_route"]
 
@@ -179,7 +180,7 @@ def _estimated(
                 head = head_from(z, params)
             try:
                 return _general(probe, model, x, y, params, head, z, _by_jets), "jets", z
-            except Unsupported:
+            except NotImplementedError:  # no rule for an operation
                 return _general(probe, model, x, y, params, head, z, _by_reverse), "reverse", z
 
 
@@ -224,7 +225,7 @@ def _closed(probe: _Probe, chain: Any, straight: bool, z: Tensor, y: Tensor) -> 
         else:
             for i in range(probe.count):
                 signs = [probe.rows(i, l + 1, tuple(s.shape), z) for l, s in enumerate(chain.slope)]
-                total = total + residual_sampled(chain, u, signs) / probe.count
+                total = total + chain.residual_sampled(u, signs, smooth=True) / probe.count
     return total.mean()
 
 
@@ -339,17 +340,12 @@ def _by_jets(
     z: Tensor,
 ) -> Tensor:
     net = plain(model)
-    jets = Jets(params, v, order=2 if probe.hessian else 1)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with own_buffers(net), jets:
-            out = net(x)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-    z0, z1, z2 = jets.of(out[0] if isinstance(out, tuple) else out)
+    with own_buffers(net), plain_attention(), Tape(params, fixed=[x], spelled_out=True) as tape:
+        out = net(x)
+    z0 = out[0] if isinstance(out, tuple) else out
+    z1, z2 = tape.close(z0).run(v, second=probe.hessian)
     if z1 is None:
-        raise Unsupported("a network whose operations do not show its parameters")
+        raise NotImplementedError("a network whose operations do not show its parameters")
     value = (z1 * logit_hessian(z0, z1, probe.loss)).sum()
     if z2 is not None:
         value = value + (logit_gradient(z0, y, probe.loss) * z2).sum()

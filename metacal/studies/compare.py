@@ -8,6 +8,7 @@ from metacal.jsonio import to_json
 from metacal.report.compare import compare_runs
 from metacal.report.html import comparison_page, figures_of
 from metacal.report.runs import group_runs, load_runs
+from metacal.studies.footer import headline
 from metacal.studies.grid import Study
 
 __all__ = ["report"]
@@ -16,12 +17,11 @@ __all__ = ["report"]
 def report(study: Study) -> list[Path]:
     """Write the table (Markdown), the page (HTML), its figures (PNG) and the numbers (JSON); returns the paths."""
     study.folder.mkdir(parents=True, exist_ok=True)
-    runs, left_out = load_runs([job.folder.path for job in study.jobs])
+    runs, left_out = load_runs([job.folder.path for job in (*study.jobs, *study.unfinished)])
     result = compare_runs(group_runs(runs), sort="ece", left_out=left_out)
     print(result.table("none").render("text"), end="\n\n")
-    minutes = sum(run.minutes or 0.0 for run in runs)
     text = [result.table("none").render("markdown"), result.runs_table().render("markdown")]
-    text.append(f"`{study.command}`: {len(runs)} runs, {minutes:.0f} minutes of training in all.\n")
+    text.append(headline(study) + "\n")
     paths = [study.folder / name for name in ("table.md", "report.html", "numbers.json")]
     paths[0].write_text("\n\n".join(text))
     paths[1].write_text(comparison_page(result, title=study.name, command=study.command))

@@ -1,20 +1,13 @@
-"""Grids of runs: of a study's file in `configs/study/`, or of the words of a command in Hydra's grammar.
+"""Grids of runs: of a study's file, or of the words of a command in Hydra's grammar.
 
-A study's file holds
-
-    report: trajectory               the module of `metacal.studies` that makes the report
-    common: [key=value, ...]         words of every run's command
-    groups: {label: {words: [...], sweep: {key: [value, ...]}}}
-    variants: {name: {common: [...], groups: {label: {...}}}}     replacements for a shorter or longer version
-
-`metacal.studies.runner` runs what a grid misses.
+`metacal.studies.spec` has the format of the file, `metacal.studies.runner` runs what a grid misses.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +17,12 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
-from metacal.compose import compose, config_dir, explain
+from metacal.compose import PATH_KEYS, compose, config_dir, explain
 from metacal.config import Config
 from metacal.errors import InputError, require, require_choice
+from metacal.report.runs import Run
+from metacal.studies.spec import read_spec
 from metacal.training.folder import RunFolder, folder_of, require_same_config
 
 __all__ = ["Job", "Study", "expand", "grid_jobs", "load_series", "load_study", "study_names"]
@@ -61,13 +55,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Study:
-    """A study as it will be run."""
+    """A study as it will be run, or what its report is made of.
+
+    Attributes:
+        report: the module of `metacal.studies` that makes it.
+        jobs: for a report only those that are finished.
+        folder: where the report goes.
+        command: that made it.
+        unfinished: the other jobs, which a report names.
+    """
 
     name: str
     report: str
     jobs: Sequence[Job]
-    folder: Path  # where the report goes
-    command: str  # that made it
+    folder: Path
+    command: str
+    unfinished: Sequence[Job] = ()
 
 
 def study_names() -> list[str]:
@@ -78,42 +81,53 @@ def study_names() -> list[str]:
 def load_study(name: str, variant: str | None = None, words: Sequence[str] = ()) -> Study:
     """The study `name`, in a variant of its file, with `words` added to every run's command.
 
+    name: of `configs/study/`, or the path of another such file (`*.yaml`).
+
     Raises:
-        InputError: for unknown names, and for keys or values that a run would refuse: all runs are composed here.
+        InputError: for unknown names, files that are no study, words that would replace what tells the groups apart,
+            runs that would share a folder, and keys or values that a run would refuse: all runs are composed here.
     """
-    require_choice("study", name, study_names())
-    spec: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / "study" / f"{name}.yaml"))
-    if variant is not None:
-        require_choice("variant", variant, spec.get("variants", {}))
-        change = spec["variants"][variant]
-        spec["common"] = [*spec["common"], *change.get("common", [])]
-        for label, group in change.get("groups", {}).items():
-            spec["groups"][label] = spec["groups"].get(label, {}) | group
-    title = name if variant is None else f"{name}-{variant}"
+    if name.endswith((".yaml", ".yml")):
+        file = Path(name)
+        require(file.is_file(), f"study file {name} does not exist")
+    else:
+        require_choice("study", name, study_names())
+        file = config_dir() / "study" / f"{name}.yaml"
+    spec = read_spec(file, variant)
+    title = file.stem if variant is None else f"{file.stem}-{variant}"
     jobs = []
     composed = _composer()
-    given = {word.split("=", 1)[0] for word in words}
+    given = {_key_of(word): word for word in words}
     for label, group in spec["groups"].items():
         sweep = group.get("sweep", {})
         for key in given & sweep.keys():
             raise InputError(f"{key}=… cannot be given: the study sweeps over {key} {list(sweep[key])}")
+        for own in group.get("words", []):
+            word = given.get(_key_of(own), own)
+            require(word == own, f"{word} cannot be given: it would replace {own} of the study's group {label!r}")
         for values in itertools.product(*sweep.values()):
             swept = dict(zip(sweep, values))
             command = (
                 f"name={title}",
-                *spec["common"],
+                *spec.get("common", []),
                 *group.get("words", []),
-                *(f"{key}={value}" for key, value in swept.items()),
+                *(f"{key}={'null' if value is None else value}" for key, value in swept.items()),
                 *words,
             )
             jobs.append(_job(composed, label, _last_of_each(command), swept))
-    command = " ".join(["metacal study", name, *([f"variant={variant}"] if variant else []), *words])
-    return Study(title, spec["report"], jobs, Path(jobs[0].config.runs) / title / "report", command)
+    _check_grid(jobs)
+    made_by = shlex.join(["metacal", "study", name, *([f"variant={variant}"] if variant else []), *words])
+    config = jobs[0].config
+    return Study(title, spec["report"], jobs, Path(config.runs) / config.name / "report", made_by)
+
+
+def _key_of(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
 
 
 def _last_of_each(words: Sequence[str]) -> tuple[str, ...]:
     """The last word of every key: a variant or the command line replaces what the file says."""
-    return tuple({word.split("=", 1)[0]: word for word in words}.values())
+    return tuple({_key_of(word): word for word in words}.values())
 
 
 def expand(words: Sequence[str], normal: bool = False) -> list[tuple[tuple[str, ...], dict[str, str]]]:
@@ -136,7 +150,7 @@ def expand(words: Sequence[str], normal: bool = False) -> list[tuple[tuple[str, 
             key = word.partition("=")[0]
             path = word.partition("=")[2]
             swept = [k for k in swept if k != key]
-            if key in _PATHS and ("=" in path or (path and Path(path).exists())):
+            if key in PATH_KEYS and ("=" in path or (path and Path(path).exists())):
                 choices[key] = [word]  # folders of runs have commas and equal signs in their names
                 continue
             try:
@@ -161,9 +175,6 @@ def expand(words: Sequence[str], normal: bool = False) -> list[tuple[tuple[str, 
     return found
 
 
-_PATHS = ("data.path", "runs", "run_dir", "resume")
-
-
 def grid_jobs(words: Sequence[str], config_file: str | None = None, normal: bool = False) -> list[Job]:
     """The runs of `expand(words)`, each composed and checked, with the folder where `metacal train` would put it.
 
@@ -172,23 +183,27 @@ def grid_jobs(words: Sequence[str], config_file: str | None = None, normal: bool
             same folder, and folders where a run with another config lies.
     """
     composed = _composer(config_file)
-    jobs: list[Job] = []
+    jobs = [_job(composed, "", command, swept, config_file) for command, swept in expand(words, normal)]
+    _check_grid(jobs)
+    return jobs
+
+
+def _check_grid(jobs: Sequence[Job]) -> None:
+    """Every run of a grid has a folder of its own, and no key that only a single command can have."""
     folders: dict[Path, Job] = {}
-    for command, swept in expand(words, normal):
-        job = _job(composed, "", command, swept, config_file)
+    for job in jobs:
         require(
             job.config.resume is None and not job.config.baselines and job.config.run_dir is None,
             "resume, baselines and run_dir are for one run; a grid goes on with interrupted runs by itself",
         )
-        if same := folders.get(job.folder.path):
-            keys = [key for key in swept if swept[key] != same.swept[key]]
-            raise InputError(
-                f"{' and '.join(keys) or 'a value'} cannot be swept over: {same.title} and {job.title} would share "
-                f"the folder {job.folder.path}"
-            )
-        folders[job.folder.path] = job
-        jobs.append(job)
-    return jobs
+        same = folders.setdefault(job.folder.path, job)
+        if same is job:
+            continue
+        shared = f"{same.title} and {job.title} would share the folder {job.folder.path}"
+        if same.label != job.label:
+            raise InputError(f"two groups need other words, of keys that enter a run's name: {shared}")
+        keys = [key for key in job.swept if job.swept[key] != same.swept[key]]
+        raise InputError(f"{' and '.join(keys) or 'a value'} cannot be swept over: {shared}")
 
 
 def _composer(config_file: str | None = None) -> Callable[[tuple[str, ...]], Config]:
@@ -221,16 +236,12 @@ def _job(
     return Job(label, words, swept, folder, config, config_file)
 
 
-def load_series(folder: RunFolder) -> dict[str, dict[int, float]]:
-    """metrics.jsonl as series: ``split/measure`` → step → value."""
-    series: dict[str, dict[int, float]] = {}
-    for text in folder.metrics.read_text().splitlines():
-        line = json.loads(text)
-        step, split = line.pop("step"), line.pop("split")
-        line.pop("epoch")
-        for name, value in line.items():
-            if value is not None:
-                series.setdefault(f"{split}/{name}", {})[step] = value
-    if not series:
-        raise InputError(f"{folder.path} has no metrics")
+def load_series(folder: RunFolder) -> Mapping[str, Mapping[int, float]]:
+    """What a run logged, ``split/measure`` → step → value.
+
+    Raises:
+        InputError: when that is nothing.
+    """
+    series = Run(folder.path, {}, {}).series
+    require(len(series) > 0, f"{folder.path} has no metrics")
     return series

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from metacal.predictions import Predictions
 from metacal.report.figures import reliability_curves
 from metacal.report.report import Report
 from metacal.report.tables import Cell, Column, Table, comparison, summarise
+from metacal.studies.footer import NO_MARKS, footer, over_seeds
 from metacal.studies.grid import Study, load_series
 from metacal.training.saved import predict_run
 
@@ -27,27 +29,31 @@ def report(study: Study) -> list[Path]:
     series: dict[str, list[Mapping[str, Mapping[int, float]]]] = {}
     curves: dict[str, Predictions] = {}
     for job in study.jobs:
-        selected.setdefault(job.label, []).append(job.folder.read_summary())
+        own = {"folder": str(job.folder.path)}
+        selected.setdefault(job.label, []).append(job.folder.read_summary() | own)
         p = predict_run(job.folder.path, which="last")
         values = Report(p["test"], p["val"], measures=MEASURES, resamples=0).to_dict()
-        last.setdefault(job.label, []).append(values)
+        last.setdefault(job.label, []).append({"seed": job.config.seed, **own, **values})
         series.setdefault(job.label, []).append(load_series(job.folder))
         curves.setdefault(job.label, p["test"])  # of the first seed
     tables = [
-        comparison(selected, MEASURES, title="The epoch of the least validation NLL"),
-        comparison(last, MEASURES, title="The last epoch"),
+        _unmarked(comparison(selected, MEASURES, title="The epoch of the least validation NLL")),
+        _unmarked(comparison(last, MEASURES, title="The last epoch")),
         _costs(selected, series),
     ]
     for table in tables:
         print(table.render("text"), end="\n\n")
-    commands = [f"`{summaries[0]['command']}`" for summaries in selected.values()]
     text = "\n\n".join(table.render("markdown") for table in tables)
-    text += "\n\nThe first run of each: " + "; ".join(commands) + "\n"
+    text += "\n\n" + footer(study)
     paths = [study.folder / name for name in ("table.md", "numbers.json", "reliability.png")]
     paths[0].write_text(text)
     paths[1].write_text(to_json({"selected": selected, "last": last}))
     reliability_curves(curves).savefig(paths[2], dpi=130)
     return paths
+
+
+def _unmarked(table: Table) -> Table:
+    return replace(table, marked=frozenset(), notes=[*table.notes, NO_MARKS])
 
 
 def _costs(
@@ -78,7 +84,8 @@ def _costs(
                 ],
             )
         )
-    return Table(columns, rows, "method", "Cost and gammas")
+    note = f"{over_seeds(map(len, summaries.values()))}."
+    return Table(columns, rows, "method", "Cost and gammas", [note])
 
 
 def _last(values: Mapping[int, float] | None) -> float | None:

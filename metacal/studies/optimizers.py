@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from metacal.curvature import gn_sharpness, hessian_trace
 from metacal.jsonio import to_json
 from metacal.report.tables import COLUMNS, Cell, Column, Table, summarise
+from metacal.studies.footer import NO_MARKS, footer, over_seeds
 from metacal.studies.grid import Job, Study
 from metacal.training.saved import load_run
 from metacal.training.setup import fixed_subset
@@ -34,21 +35,23 @@ COLUMNS_OF_RUNS = (
 def report(study: Study) -> list[Path]:
     """Write one table an optimizer (Markdown), the numbers (JSON) and a figure; returns the files' paths."""
     study.folder.mkdir(parents=True, exist_ok=True)
-    numbers = [{"method": job.label, **job.swept, "folder": str(job.folder.path), **_values(job)} for job in study.jobs]
+    numbers = [_numbers(job) for job in study.jobs]
     optimizers = list(dict.fromkeys(str(n["optimizer"]) for n in numbers))
     tables = [_table(optimizer, [n for n in numbers if n["optimizer"] == optimizer]) for optimizer in optimizers]
     for table in tables:
         print(table.render("text"), end="\n\n")
-    minutes = sum(n["minutes"] for n in numbers)
-    text = "\n\n".join(table.render("markdown") for table in tables)
-    first = study.jobs[0].folder.read_summary()["command"]
-    text += f"\n\n`{study.command}`: {len(numbers)} runs, {minutes:.0f} minutes of training in all."
-    text += f" The first: `{first}`\n"
+    text = "\n\n".join([*(table.render("markdown") for table in tables), footer(study)])
     paths = [study.folder / name for name in ("table.md", "numbers.json", "plane.png")]
     paths[0].write_text(text)
     paths[1].write_text(to_json(numbers))
     _plane(optimizers, numbers).savefig(paths[2], dpi=130)
     return paths
+
+
+def _numbers(job: Job) -> dict[str, Any]:
+    """A run in numbers.json."""
+    named = {"method": job.label, "optimizer": job.config.optimizer.name, "seed": job.config.seed}
+    return {**named, **job.swept, "folder": str(job.folder.path), **_values(job)}
 
 
 def _values(job: Job) -> dict[str, float]:
@@ -67,8 +70,10 @@ def _values(job: Job) -> dict[str, float]:
 
 def _table(optimizer: str, numbers: Sequence[dict[str, Any]]) -> Table:
     rows: list[tuple[str, list[Cell]]] = []
+    counts = []
     for method in dict.fromkeys(n["method"] for n in numbers):
         runs = [n for n in numbers if n["method"] == method]
+        counts.append(len(runs))
         rows.append((method, [summarise([run[column.name] for run in runs]) for column in COLUMNS_OF_RUNS]))
     return Table(
         COLUMNS_OF_RUNS,
@@ -76,9 +81,11 @@ def _table(optimizer: str, numbers: Sequence[dict[str, Any]]) -> Table:
         "method",
         f"Optimizer {optimizer}",
         [
-            f"Mean ± standard deviation over {len(runs)} seeds; test split, at the epoch of the least validation NLL. "
-            f"Curvature of the cross-entropy of {IMAGES} validation images."
+            f"{over_seeds(counts)}; test split, at the epoch of the least validation NLL. "
+            f"Curvature of the cross-entropy of {IMAGES} validation images.",
+            NO_MARKS,
         ],
+        marked=frozenset(),
     )
 
 

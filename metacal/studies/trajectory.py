@@ -19,6 +19,7 @@ from scipy import stats
 from metacal.errors import require
 from metacal.jsonio import to_json
 from metacal.report.tables import Cell, Column, Spread, Table
+from metacal.studies.footer import footer
 from metacal.studies.grid import Job, Study, load_series
 
 __all__ = ["coupling", "lag_of_best_correlation", "report"]
@@ -124,16 +125,20 @@ def report(study: Study) -> list[Path]:
         _runs_table(study.jobs, found, "of the training images"),
         _runs_table(study.jobs, own, "of the same images"),
     ]
-    text = "\n\n".join(table.render("markdown") for table in tables)
-    minutes = sum(job.folder.read_summary()["time/train_s"] for job in study.jobs) / 60
-    command = study.jobs[0].folder.read_summary()["command"]
-    text += f"\n\n{len(study.jobs)} runs, {minutes:.0f} minutes of training in all. The first run: `{command}`\n"
+    text = "\n\n".join([*(table.render("markdown") for table in tables), footer(study)])
     for table in tables:
         print(table.render("text"), end="\n\n")
     paths = [study.folder / name for name in ("table.md", "numbers.json", "phase.png", "curves.png")]
     paths[0].write_text(text)
     numbers = [
-        {"label": j.label, **j.swept, "folder": str(j.folder.path), "training sharpness": found[j], "own": own[j]}
+        {
+            "label": j.label,
+            "seed": j.config.seed,
+            **j.swept,
+            "folder": str(j.folder.path),
+            "training sharpness": found[j],
+            "own": own[j],
+        }
         for j in study.jobs
     ]
     paths[1].write_text(to_json(numbers))

@@ -8,7 +8,8 @@ from typing import Any
 from metacal.jsonio import to_json
 from metacal.predictions import Predictions
 from metacal.report.report import Report
-from metacal.report.tables import COLUMNS, Cell, Column, Table, summarise
+from metacal.report.tables import COLUMNS, Cell, Column, Table, central, summarise
+from metacal.studies.footer import footer, over_seeds
 from metacal.studies.grid import Study
 
 __all__ = ["report"]
@@ -25,18 +26,18 @@ def report(study: Study) -> list[Path]:
         p = Predictions.load(job.folder.path / "predictions" / "val.npz")
         values = Report(p, measures=MEASURES, resamples=0).to_dict()
         minutes = job.folder.read_summary()["time/train_s"] / 60
-        found.setdefault(setting, []).append({**values, "minutes": minutes})
+        named = {"seed": job.config.seed, "folder": str(job.folder.path)}
+        found.setdefault(setting, []).append({**named, **values, "minutes": minutes})
     columns = [*(COLUMNS[name] for name in MEASURES), Column("minutes", "Minutes", 1)]
     rows: list[tuple[str, list[Cell]]] = [
         (name, [summarise([run[column.name] for run in runs]) for column in columns]) for name, runs in found.items()
     ]
-    rows.sort(key=lambda row: row[1][1].mean)  # type: ignore[union-attr]
-    runs = len(study.jobs) // len(rows)
-    note = f"Mean ± standard deviation over {runs} seeds; validation split, at the epoch of its least NLL, unscaled."
-    table = Table(columns, rows, "setting", "Validation", [note])
+    rows.sort(key=lambda row: central(row[1][1]) or 0.0)
+    seeds = over_seeds(map(len, found.values()))
+    note = f"{seeds}; validation split, at the epoch of its least NLL, unscaled. Sorted by NLL; no value is marked."
+    table = Table(columns, rows, "setting", "Validation", [note], marked=frozenset())
     print(table.render("text"), end="\n\n")
-    first = study.jobs[0].folder.read_summary()["command"]
     paths = [study.folder / "table.md", study.folder / "numbers.json"]
-    paths[0].write_text(f"{table.render('markdown')}\n\n`{study.command}`; the first run: `{first}`\n")
+    paths[0].write_text(f"{table.render('markdown')}\n\n{footer(study)}")
     paths[1].write_text(to_json(found))
     return paths

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,11 +73,12 @@ def run_name(method: str, overrides: Sequence[str]) -> str:
 
 
 class RunFolder:
-    """A run's folder: config.yaml, metrics.jsonl, summary.json, checkpoints/, predictions/, figures/."""
+    """A run's folder: config.yaml, command.txt, metrics.jsonl, summary.json, checkpoints/, predictions/, figures/."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
+        self.command = self.path / "command.txt"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.last = self.path / "checkpoints" / "last.pt"
@@ -134,6 +136,7 @@ class RunFolder:
         """Remove what an earlier run left here: the files that a run writes, no others."""
         for pattern in (
             "config.yaml",
+            "command.txt",
             "metrics.jsonl",
             "summary.json",
             "shift.json",
@@ -147,6 +150,14 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         write_atomically(self.config, lambda file: file.write(text.encode()))
+
+    def write_command(self, command: str) -> None:
+        """Keep what the run was started with, in the shell's quotes, for the summary that it writes at its end."""
+        write_atomically(self.command, lambda file: file.write(command.encode() + b"\n"))
+
+    def read_command(self) -> str | None:
+        """What the run was started with; None where nothing says it."""
+        return self.command.read_text().rstrip("\n") if self.command.is_file() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         text = to_json(summary)
@@ -196,7 +207,7 @@ def require_same_config(config: Config, folder: RunFolder) -> None:
     old = asdict(compose([], folder.config))
     if keys := differing_keys(old, asdict(config)):
         state = "a finished" if folder.finished else "an interrupted"
-        how = "choose another name=…" if folder.finished else f"go on with it by resume={folder.path}"
+        how = "choose another name=…" if folder.finished else f"go on with it by {shlex.quote(f'resume={folder.path}')}"
         raise InputError(
             f"{folder.path} holds {state} run with another {', '.join(keys)}; {how}, or start over with overwrite=true"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shlex
 import signal
 import sys
 import time
@@ -58,8 +59,13 @@ class Outcome:
         return self.status
 
 
-def run(config: Config, folder: RunFolder, overrides: Sequence[str] = ()) -> Outcome:
+def run(
+    config: Config, folder: RunFolder, overrides: Sequence[str] = (), config_file: str | Path | None = None
+) -> Outcome:
     """Train the run that `config` describes in `folder`, going on from its last checkpoint if there is one.
+
+    `config_file` and the words `overrides` are what `config` was composed of. A run records them as its command when
+    it starts, and keeps them when it goes on by other words.
 
     Raises:
         InputError: bad input, before anything is written.
@@ -79,12 +85,11 @@ def run(config: Config, folder: RunFolder, overrides: Sequence[str] = ()) -> Out
     watch = build_watch(config, parts)
     folder.create()
     with folder.locked():
-        return _run_in(folder, config, data, parts, watch, overrides)
+        command = ["metacal", "train", *([str(config_file)] if config_file else []), *overrides]
+        return _run_in(folder, config, data, parts, watch, shlex.join(command))
 
 
-def _run_in(
-    folder: RunFolder, config: Config, data: Data, parts: Parts, watch: Watch, overrides: Sequence[str]
-) -> Outcome:
+def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: Watch, command: str) -> Outcome:
     """The run itself, with all of its parts at hand and the folder its own."""
     state = None
     if folder.interrupted and not config.overwrite:
@@ -94,7 +99,10 @@ def _run_in(
         folder.clear()
         # How this command was given is not part of what a later one should repeat.
         folder.write_config(to_yaml(replace(config, overwrite=False, resume=None, run_dir=None, baselines=[])))
+        folder.write_command(command)
         torch.manual_seed(config.seed)  # what dropout draws from
+    else:
+        command = folder.read_command() or command
 
     log = RunLog(folder.path, {"step": progress.step, "metrics_bytes": state["metrics_bytes"]} if state else None)
     console = ConsoleLog(
@@ -103,7 +111,6 @@ def _run_in(
         config.epochs,
         enabled=config.progress,
     )
-    command = " ".join(["metacal", "train", *overrides])
     if state is None:
         log.start(config, command)
     try:
@@ -114,7 +121,8 @@ def _run_in(
         summary |= {"command": command, "versions": versions(), "parameters": _count(parts)}
         folder.write_summary(summary)
     except KeyboardInterrupt:
-        console.line(f"interrupted; what was saved goes on with: metacal train resume={folder.path}")
+        how = shlex.join(["metacal", "train", f"resume={folder.path}"])
+        console.line(f"interrupted; what was saved goes on with: {how}")
         return Outcome(folder, {}, status=130)
     finally:
         console.stop()
@@ -191,6 +199,7 @@ def _measure(
         "data": {
             "name": data.name,
             "fingerprint": data.fingerprint,
+            "fingerprints": dict(data.fingerprints),
             "n_classes": data.n_classes,
             "train": len(data.train),
             "meta": len(data.meta) if data.meta is not None else 0,
@@ -248,5 +257,6 @@ def show_together(outcomes: Sequence[Outcome]) -> int:
     first = outcomes[0].folder
     root = Path(*first.path.parts[:-2]) if len(first.path.parts) > 2 else first.path
     console.print(f"reliability diagram: {first.path / 'figures' / 'reliability.png'}", highlight=False, soft_wrap=True)
-    console.print(f"curves: tensorboard --logdir {root}", highlight=False, soft_wrap=True)
+    curves = shlex.join(["tensorboard", "--logdir", str(root)])
+    console.print(f"curves: {curves}", highlight=False, soft_wrap=True)
     return max(o.status for o in outcomes)

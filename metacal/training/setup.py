@@ -318,7 +318,8 @@ def build_gamma(config: Config, backbone: Backbone, train: AnyBatches) -> nn.Mod
     if g.source == "flsd":
         return FLSD()
     if g.source == "step":
-        return StepGamma(g.milestones, g.values)
+        # rounded, so that a whole epoch is not missed by an ulp
+        return StepGamma([round(m * config.epochs, 9) for m in g.milestones], g.values)
     if g.source == "scalar":
         return ScalarGamma(g.init, g.tau, g.max)
     return GammaNet(

@@ -32,10 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from metacal.curvature.plain import PlainNorms
 from metacal.models.resnet import resnet
 from metacal.models.small import mlp
 from metacal.penalties import PENALTIES, TracePenalty
-from metacal.penalties.jets import PlainNorms
 
 BATCH = {"mlp": 128, "resnet20": 64}
 NAIVE = "naive Hutchinson"

@@ -162,6 +162,25 @@ class TestFingerprint:
         assert build_data(cfg).fingerprint == build_data(cfg, needs_meta=False).fingerprint
         assert build_data(cfg).fingerprint != build_data(replace(cfg, split_seed=1)).fingerprint
 
+    def test_the_other_splits_have_their_own(self, tmp_path: Path) -> None:
+        cfg = save(tmp_path / "d.npz")
+        own = build_data(cfg).fingerprints
+        assert own.keys() == {"train", "meta", "train_and_meta", "val"} and len(set(own.values())) == 4
+        assert own == build_data(replace(cfg, normalize="none", storage="stream"), seed=3).fingerprints
+        other = build_data(replace(cfg, split_seed=1)).fingerprints
+        assert all(other[name] != own[name] for name in own)
+        both = own["train_and_meta"]
+        assert build_data(cfg, needs_meta=False).fingerprints == {
+            "train": both, "train_and_meta": both, "val": own["val"]
+        }  # fmt: skip
+
+    def test_of_training_images_follows_inputs_and_labels(self, tmp_path: Path) -> None:
+        inputs, labels = tagged(200), np.arange(200) % 4
+        own = build_data(save(tmp_path / "d.npz", x_train=inputs, y_train=labels)).fingerprints
+        inputs[:, 3, 3, 0] ^= 1
+        changed = build_data(save(tmp_path / "x.npz", x_train=inputs, y_train=labels)).fingerprints
+        assert all(changed[name] != own[name] for name in own)
+
 
 def test_digits() -> None:
     data = build_data(DataConfig())

@@ -128,3 +128,76 @@ def test_every_study_composes(name):
     study = load_study(name, words=["data=digits"])
     assert len({job.folder.path for job in study.jobs}) == len(study.jobs)
     assert all(job.title.startswith(job.label) for job in study.jobs)
+
+
+def write_study(folder: Path, groups: str, more: str = "") -> str:
+    file = folder / "mine.yaml"
+    file.write_text(f"report: compare\ncommon: [epochs=1, model=mlp]\ngroups:\n{groups}{more}")
+    return str(file)
+
+
+def test_a_study_from_a_file_of_ones_own(tmp_path):
+    groups = "  a: {words: [method=focal], sweep: {seed: [0, 1]}}\n  b: {sweep: {data.train_size: [200, null]}}\n"
+    more = "variants:\n  long: {common: [epochs=5], groups: {b: {sweep: {seed: [7]}}}}\n"
+    file = write_study(tmp_path, groups, more)
+    study = load_study(file, words=["optimizer.lr=0.5"])
+    assert study.command == f"metacal study {file} optimizer.lr=0.5" and study.report == "compare"
+    assert [job.title for job in study.jobs] == [
+        "a seed=0",
+        "a seed=1",
+        "b data.train_size=200",
+        "b data.train_size=None",
+    ]
+    assert [job.config.data.train_size for job in study.jobs[2:]] == [200, None]
+    assert all(job.config.epochs == 1 and job.config.name == "mine" for job in study.jobs)
+    assert study.folder == Path("runs/mine/report")
+    long = load_study(file, "long", ["name=a b"])
+    assert [(job.config.epochs, job.config.seed) for job in long.jobs] == [(5, 0), (5, 1), (5, 7)]
+    assert long.folder == Path("runs/a b/report") and long.command.endswith("variant=long 'name=a b'")
+
+
+@pytest.mark.parametrize(
+    ("groups", "words", "message"),
+    [
+        ("  f2: {words: [gamma.value=2]}\n", ["gamma.value=3"], "gamma.value=3 cannot be given.* gamma.value=2 .*'f2'"),
+        ("  f2: {sweep: {seed: [0, 1]}}\n", ["seed=3"], "the study sweeps over seed"),
+        ("  a: {words: [threads=1]}\n  b: {words: [threads=2]}\n", [], "two groups need other words.* a and b would"),
+        ("  a: {sweep: {threads: [1, 2]}}\n", [], "threads cannot be swept over: a threads=1 and a threads=2"),
+        ("  a: {words: [seed=1]}\n", ["baselines=[focal]"], "are for one run"),
+    ],
+)
+def test_a_study_refuses_words_that_mix_its_groups(groups, words, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        load_study(write_study(tmp_path, groups), words=words)
+    same = ["gamma.value=2"] if "gamma" in groups else []
+    if same:
+        assert load_study(write_study(tmp_path, groups), words=same).jobs[0].config.gamma.value == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("report: [", "mine.yaml cannot be read"),
+        ("- a list", "mine.yaml must be a mapping"),
+        ("report: compar\ngroups: {a: {}}", "did you mean 'compare'"),
+        ("report: compare", "must have groups"),
+        ("report: compare\ngroups: {a: {}}\nvariant: {}", "did you mean 'variants'"),
+        ("report: compare\ngroups: {a: {word: [x=1]}}", "groups: a must be one of words, sweep"),
+        ("report: compare\ngroups: {a: null}", "groups: a must be a mapping"),
+        ("report: compare\ngroups: {1: {}}", "a label must be text, got 1"),
+        ("report: compare\ngroups: {a: {words: focal}}", "a: words must be a list of key=value words, got 'focal'"),
+        ("report: compare\ngroups: {a: {sweep: {seed: 3}}}", "a: sweep must map each key to a list"),
+        ("report: compare\ngroups: {a: {}}\nvariants: {x: {common: [epochs]}}", "variants: x: common must be a list"),
+        ("report: compare\ngroups: {a: {}}\nvariants: [x]", "variants must be a mapping"),
+    ],
+)
+def test_a_file_that_is_no_study_is_refused(text, message, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_study(str(file))
+
+
+def test_a_study_file_that_does_not_exist(tmp_path):
+    with pytest.raises(InputError, match=r"missing\.yaml does not exist"):
+        load_study(str(tmp_path / "missing.yaml"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def test_a_run_writes_its_folder(finished):
         assert {f"test/{measure}", f"test/{measure}_scaled", f"test/{measure}_low"} <= summary.keys()
     assert summary["versions"]["torch"] == torch.__version__
     assert summary["data"]["train"] + summary["data"]["meta"] == 300
+    assert summary["data"]["fingerprints"].keys() == {"train", "meta", "train_and_meta", "val"}
     assert summary["command"].startswith("metacal train model=cnn")
     splits = {line["split"] for line in lines(finished)}
     assert {"train", "val", "gamma", "meta", "margin"} <= splits
@@ -122,7 +124,13 @@ def test_the_event_file_holds_scalars_images_histograms_text_and_hparams(finishe
         ["meta=skce", "meta.engine=difference", "optimizer=adamw", "meta.every=2", "meta.start_epoch=1"],
         ["meta.engine=higher", "meta.inner_steps=2", "meta.every=2", "gamma.input=random", "gamma.label_aware=true"],
         ["precision=bf16", "gamma.input=layer", "gamma.layer=1", "schedule=step", "schedule.warmup_epochs=1"],
-        ["method=focal", "gamma.source=step", "gamma.values=[5,1]", "gamma.milestones=[1]", "optimizer.clip_norm=0.5"],
+        [
+            "method=focal",
+            "gamma.source=step",
+            "gamma.values=[5,1]",
+            "gamma.milestones=[0.5]",
+            "optimizer.clip_norm=0.5",
+        ],
         pytest.param(["compile=true"], marks=pytest.mark.slow),
     ],
 )
@@ -278,6 +286,29 @@ def test_default_folders_can_be_given_back_to_the_command(tmp_path, monkeypatch,
     assert (run / "summary.json").is_file()
 
 
+def test_the_recorded_command_makes_the_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["name=a b", "method=gamma_net", "meta.objective={sece: 1.0, nll: 0.1}", "model.hidden=[8]"]
+    words += ["data.train_size=200", "epochs=1", "monitor.resamples=0", "threads=1"]
+    assert main(["train", *words]) == 0
+    (run,) = Path("runs/a b").glob("*/seed0")
+    from_file = [f"{run}/config.yaml", "seed=3"]
+    assert main(["train", *from_file]) == 0
+    hint = capsys.readouterr().out.rpartition("curves: ")[2]
+    assert shlex.split(hint) == ["tensorboard", "--logdir", "runs/a b"]
+    for folder, given in ((run, words), (run.parent / "seed3", from_file)):
+        command = json.loads((folder / "summary.json").read_text())["command"]
+        assert shlex.split(command) == ["metacal", "train", *given]
+    (run / "summary.json").unlink()  # as if it had been stopped at the end
+    assert main(["train", f"resume={run}", "threads=1"]) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert shlex.split(summary["command"]) == ["metacal", "train", *words]
+    once = tmp_path / "once"
+    run.rename(once)
+    assert main(shlex.split(summary["command"])[1:]) == 0
+    assert_same_run(once, run)
+
+
 def test_results_are_reused_only_under_the_same_config(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["train", "epochs=1", "data.train_size=200", "monitor.resamples=0", "method=cross_entropy"]
@@ -346,3 +377,17 @@ def test_an_unwritable_folder_says_so(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["train", "epochs=1", f"run_dir={tmp_path / 'file' / 'run'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("epochs", [1, 7, 10, 100])
+def test_the_focal_schedule_takes_its_steps_whatever_the_epochs(epochs):
+    from metacal.compose import compose
+    from metacal.training.setup import build_gamma
+
+    source = build_gamma(compose(["method=focal_schedule", f"epochs={epochs}"]), None, None)
+    for at, value in ((0, 5), (0.299, 5), (0.301, 3), (0.699, 3), (0.701, 1), (1, 1)):
+        assert float(source(None, epoch=at * epochs)) == value, at
+    # A step that falls on a whole epoch is taken there: 0.55 · 100 is 55.00000000000001.
+    words = ["method=focal_schedule", "epochs=100", "gamma.milestones=[0.29,0.55]"]
+    source = build_gamma(compose(words), None, None)
+    assert [float(source(None, epoch=e)) for e in (28, 29, 54, 55)] == [5, 3, 3, 1]

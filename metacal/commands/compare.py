@@ -39,7 +39,7 @@ def compare_command(argv: Sequence[str]) -> int:
     from metacal.report.runs import find_runs, group_runs, load_runs
 
     runs, left_out = load_runs(find_runs(arguments.runs))
-    measures = arguments.measures.split(",") if arguments.measures else DEFAULT_MEASURES
+    measures = [name.strip() for name in arguments.measures.split(",")] if arguments.measures else DEFAULT_MEASURES
     result = compare_runs(
         group_runs(runs),
         split=arguments.split,
@@ -77,6 +77,7 @@ def compare_command(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="metacal compare",
+        allow_abbrev=False,
         description="Compare finished runs. Runs that differ only by seed become one row: mean and standard deviation "
         "of every measure, before and after temperature scaling; bold are the best and all that do not differ from it "
         "significantly (paired over seeds and test samples). Values come from each run's saved predictions.",
@@ -103,12 +104,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _with_paths(argv: Sequence[str]) -> list[str]:
-    """`--markdown RUN` prints: only a word with the format's ending is taken for the file to write."""
+    """`--markdown RUN` prints: only a word with the format's ending is taken for the file to write.
+
+    Raises:
+        InputError: the word after it names neither runs nor such a file.
+    """
     words = []
     for i, word in enumerate(argv):
         form = word.removeprefix("--")
         if word.startswith("--") and form in _SUFFIXES:
             following = argv[i + 1] if i + 1 < len(argv) else ""
+            other = Path(following).suffix and not following.startswith("-") and not any(c in following for c in "*?[")
+            require(
+                following.endswith(_SUFFIXES[form]) or not other or Path(following).exists(),
+                f"{word} writes to a file that ends in {' or '.join(_SUFFIXES[form])}, or prints where runs follow; "
+                f"{following} is neither",
+            )
             words.append(word if following.endswith(_SUFFIXES[form]) else f"{word}=-")
         else:
             words.append(word)

@@ -9,19 +9,32 @@ result.to_dict()                          # all of it, with every run, for machi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 
 from metacal.calibration import MEASURES, TemperatureScaling
 from metacal.errors import InputError, require, require_choice
 from metacal.predictions import Predictions
 from metacal.report.comparison import Judged, RunComparison
-from metacal.report.runs import Group, LeftOut, Run, group_runs, require_same_samples, show_value
-from metacal.report.significance import Sampled, difference, draw_counts, holm, sample_one, stack
+from metacal.report.runs import Group, LeftOut, Run, group_runs, require_same_samples
+from metacal.report.settings import show_value
+from metacal.report.significance import (
+    MANY,
+    Difference,
+    Sampled,
+    difference,
+    draw_counts,
+    holm,
+    moderated,
+    sample_one,
+    stack,
+)
 from metacal.report.tables import COLUMNS, central, summarise
 
 __all__ = ["DEFAULT_MEASURES", "compare_runs", "load_predictions"]
@@ -71,7 +84,7 @@ def compare_runs(
         seed: of the resamples.
 
     Raises:
-        InputError: bad arguments; no run left; runs of different test sets, or whose labels differ.
+        InputError: bad arguments; no run left; runs whose `split` is not the same (by fingerprint or labels).
     """
     require_choice("split", split, ("test", "val"))
     require_choice("scaling", scaling, ("none", "temperature", "both"))
@@ -86,8 +99,7 @@ def compare_runs(
     require(0 < alpha < 1, f"alpha must lie in (0, 1), got {alpha}")
     require(split == "test" or scaling != "temperature", "scaling=temperature needs split=test: it is fitted on val")
     require(len(groups) > 0, "there is no finished run to compare" + _reasons(left_out))
-    if split == "test":
-        require_same_samples(groups)
+    require_same_samples(groups, split)
     if baseline:
         _pick(groups, baseline)  # before the work
     scalings = ["none"] if split == "val" else ["none", "temperature"] if scaling == "both" else [scaling]
@@ -110,6 +122,8 @@ def compare_runs(
     def against(s: str, name: str, reference: int | None) -> list[Judged | None]:
         return _against(results[s][name], groups, reference, 1 - alpha)
 
+    many = max(Counter(g.seeds for g in groups if len(g.seeds) > 1).values(), default=0) >= MANY
+
     found = RunComparison(
         groups=groups,
         split=split,
@@ -127,6 +141,7 @@ def compare_runs(
         n_bins=n_bins,
         resamples=resamples,
         alpha=alpha,
+        moderated=many,
         sort=sort,
         order={s: range(len(groups)) for s in scalings},
     )
@@ -197,12 +212,33 @@ def _against(
         return [None] * len(groups)
     others = [i for i in range(len(groups)) if i != reference]
     seeds = groups[reference].seeds
-    tests = [difference(results[i], results[reference], groups[i].seeds == seeds, level) for i in others]
+    pooled = _pooled(results, groups, seeds)
+
+    def test(i: int) -> Difference:
+        known = None
+        if i in pooled and reference in pooled:
+            known = (pooled[i][0], pooled[reference][0], pooled[i][1])
+        return difference(results[i], results[reference], groups[i].seeds == seeds, level, known)
+
+    tests = [test(i) for i in others]
     adjusted = holm([test.p_value for test in tests])
     out: list[Judged | None] = [None] * len(groups)
-    for i, test, p in zip(others, tests, adjusted):
-        out[i] = Judged(test, p)
+    for i, found, p in zip(others, tests, adjusted):
+        out[i] = Judged(found, p)
     return out
+
+
+def _pooled(
+    results: Sequence[Sampled], groups: Sequence[Group], seeds: tuple[int, ...]
+) -> dict[int, tuple[float, float]]:
+    """Group -> (moderated variance over seeds, its degrees of freedom), of the groups with `seeds` if they are many."""
+    if len(seeds) < 2:
+        return {}
+    same = [i for i, g in enumerate(groups) if g.seeds == seeds and np.isfinite(results[i].values).all()]
+    if len(same) < MANY:
+        return {}
+    found = moderated(np.stack([results[i].values for i in same]))
+    return {i: (float(v), found.df) for i, v in zip(same, found.variances)}
 
 
 def _best(results: Sequence[Sampled], direction: str | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,11 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from metacal.errors import require, require_choice
-from metacal.report.runs import Group, LeftOut, equal_settings, show_value
+from metacal.report import caveats
+from metacal.report.runs import Group, LeftOut
+from metacal.report.settings import equal_settings, name_first, show_value
 from metacal.report.significance import Difference, Sampled
 from metacal.report.tables import COLUMNS, Cell, Column, Range, Table, central, summarise
 
 __all__ = ["Judged", "RunComparison"]
+
+UNTESTED = " ?"
+UNTESTED_NOTE = "?: not tested, since a value of a run or of a resample is not finite; it is neither marked nor worse."
 
 
 class Judged(NamedTuple):
@@ -37,6 +43,7 @@ class RunComparison:
         baseline: its index.
         left_out: runs that are not in it, and why.
         n_samples, split, n_bins, resamples, alpha: how it was measured and tested.
+        moderated: there are so many groups that variances over seeds are moderated by all of them.
     """
 
     groups: Sequence[Group]
@@ -53,43 +60,52 @@ class RunComparison:
     n_bins: int
     resamples: int
     alpha: float
+    moderated: bool = False
     sort: str | None = None
     order: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------------ tables
 
     def table(self, origins: str = "runs", csv: bool = False) -> Table:
-        """Groups × scaling as rows, settings that differ and measures as columns.
+        """Groups × scaling as rows, settings that differ and measures as columns; the title names the split.
 
         Args:
             origins: below the table: "runs", every run with its command and the versions; "folders", the folders of
                 each row; "none", when `runs_table` stands beside it.
-            csv: put what the notes say (split, seeds, runs, commands, versions) into columns, since CSV has no notes.
+            csv: put what the notes say (split, seeds, runs, commands, versions) into columns, since CSV has no notes,
+                and for each measure the mark as a word, with the adjusted p-values.
         """
         keys = self._keys()
         seeds_differ = len({g.seeds for g in self.groups}) > 1
-        columns = [Column("scaling", "Scaling")] if len(self.scalings) > 1 or csv else []
-        columns += [Column(key, key) for key in keys]
+        columns = [Column("scaling", "Scaling"), *(Column(key, key) for key in keys)]
         columns += [Column("seeds", "Seeds")] if seeds_differ or csv else []
         first = len(columns)
-        columns += [COLUMNS.get(name, Column(name)) for name in self.measures]
+        columns += [COLUMNS[name] for name in self.measures]
         columns += [Column("minutes", "Minutes", 1), Column("step_cost", "Step cost ×", 2)]
-        columns += [Column(name) for name in ("split", "runs", "commands", "versions")] if csv else []
+        if csv:
+            against = ["p"] + ([] if self.baseline is None else ["p_baseline"])
+            columns += [Column(f"{name}_{what}") for name in self.measures for what in ("mark", *against)]
+            columns += [Column(name) for name in ("split", "runs", "commands", "versions")]
         costs = self.step_costs()
         rows: list[tuple[str, list[Cell]]] = []
         marked: set[tuple[int, int]] = set()
         for scaling in self.scalings:
             for i in self.order[scaling]:
                 g = self.groups[i]
-                cells: list[Cell] = [scaling] if columns[0].name == "scaling" else []
+                cells: list[Cell] = [scaling]
                 cells += [show_value(g.differs[key]) if key in g.differs else None for key in keys]
                 cells += [_listed(g.seeds)] if seeds_differ or csv else []
                 for j, name in enumerate(self.measures, first):
-                    cells.append(_spread(self.results[scaling][name][i]))
+                    cell = _spread(self.results[scaling][name][i])
+                    if not csv and self.is_untested(scaling, name, i):
+                        cell = COLUMNS[name].show(cell) + UNTESTED
+                    cells.append(cell)
                     if self.is_among_best(scaling, name, i):
                         marked.add((len(rows), j))
                 cells += [summarise([run.minutes for run in g.runs]), costs[i]]
                 if csv:
+                    for name in self.measures:
+                        cells += self._judgement(scaling, name, i)
                     runs = [str(run.path) for run in g.runs], [str(run.summary.get("command", "")) for run in g.runs]
                     versions = sorted({run.versions for run in g.runs})
                     cells += [self.split, *("; ".join(x) for x in (*runs, versions))]
@@ -99,6 +115,7 @@ class RunComparison:
             columns,
             rows,
             "method",
+            f"{self.split.capitalize()} split",
             notes=[*self.notes(), *self._origins(origins)],
             marked=frozenset(marked),
             mark_note=note,
@@ -114,21 +131,24 @@ class RunComparison:
         require(self.baseline is not None, "there is no baseline: give one as KEY=VALUE")
         assert self.baseline is not None
         keys = self._keys()
-        columns = [Column("scaling", "Scaling")] if len(self.scalings) > 1 else []
-        columns += [Column(key, key) for key in keys]
+        columns = [Column("scaling", "Scaling"), *(Column(key, key) for key in keys)]
         first = len(columns)
-        columns += [COLUMNS.get(name, Column(name)) for name in self.measures]
+        columns += [COLUMNS[name] for name in self.measures]
         rows: list[tuple[str, list[Cell]]] = []
         marked: set[tuple[int, int]] = set()
+        some_untested = False
         for scaling in self.scalings:
             for i in (i for i in self.order[scaling] if i != self.baseline):
                 g = self.groups[i]
-                cells: list[Cell] = [scaling] if len(self.scalings) > 1 else []
+                cells: list[Cell] = [scaling]
                 cells += [show_value(g.differs[key]) if key in g.differs else None for key in keys]
                 for j, name in enumerate(self.measures, first):
                     judged = self.against_baseline[scaling][name][i]
                     assert judged is not None
-                    cells.append(Range(judged.test.difference, judged.test.low, judged.test.high))
+                    cell = Range(judged.test.difference, judged.test.low, judged.test.high)
+                    untested = math.isnan(judged.adjusted)
+                    cells.append(COLUMNS[name].show(cell) + UNTESTED if untested else cell)
+                    some_untested |= untested
                     if judged.adjusted < self.alpha:
                         marked.add((len(rows), j))
                 rows.append((g.method, cells))
@@ -138,7 +158,8 @@ class RunComparison:
             f"Marked: differs from it at {self.alpha * 100:g} %, Holm-adjusted over the "
             f"{len(self.groups) - 1} comparisons of a column and scaling.",
         ]
-        title = f"Differences from {self.groups[self.baseline].label}"
+        notes += [UNTESTED_NOTE] if some_untested else []
+        title = f"Differences from {self.groups[self.baseline].label}, {self.split} split"
         mark = f"differs from the baseline at {self.alpha * 100:g} % (Holm)"
         return Table(columns, rows, "method", title, notes, marked=frozenset(marked), mark_note=mark, lead=first)
 
@@ -150,8 +171,25 @@ class RunComparison:
         judged = self.against_best[scaling][name][i]
         return i == best or (judged is not None and judged.adjusted >= self.alpha)
 
+    def is_untested(self, scaling: str, name: str, i: int) -> bool:
+        """Whether group i could not be tested against the best: a value, or one of a resample, is not finite."""
+        judged = self.against_best[scaling][name][i]
+        return judged is not None and math.isnan(judged.adjusted)
+
+    def _judgement(self, scaling: str, name: str, i: int) -> list[Cell]:
+        """For CSV: best, as_good, worse or untested (empty where a measure has no best), and the p-values behind it."""
+        judged = self.against_best[scaling][name][i]
+        word = None
+        if self.best[scaling][name] == i:
+            word = "best"
+        elif judged is not None:
+            untested = self.is_untested(scaling, name, i)
+            word = "untested" if untested else "as_good" if self.is_among_best(scaling, name, i) else "worse"
+        tests = [judged] + ([] if self.baseline is None else [self.against_baseline[scaling][name][i]])
+        return [word, *(None if t is None or math.isnan(t.adjusted) else t.adjusted for t in tests)]
+
     def step_costs(self) -> list[Cell]:
-        """Training time a step, over that of the baseline or else of the cheapest group."""
+        """The time of a step, over that of the baseline or else of the cheapest group."""
         times = [[run.step_ms for run in g.runs] for g in self.groups]
         reference = self._cost_reference()
         if reference is None:
@@ -167,7 +205,7 @@ class RunComparison:
         return min(means, key=lambda i: means[i]) if means else None
 
     def _keys(self) -> list[str]:
-        return sorted({key for g in self.groups for key in g.differs})
+        return sorted({key for g in self.groups for key in g.differs}, key=name_first)
 
     # ------------------------------------------------------------------------------------------------ notes
 
@@ -186,57 +224,30 @@ class RunComparison:
             notes.append("Scaling: one temperature for each run, which it fitted on its val split by NLL.")
         if len(self.groups) > 1:
             notes.append(self.test_note())
+            if any(self.is_untested(s, m, i) for s in self.scalings for m in self.measures for i in self.order[s]):
+                notes.append(UNTESTED_NOTE)
         reference = self._cost_reference()
         if reference is not None:
             ms = np.mean([run.step_ms for run in self.groups[reference].runs if run.step_ms])
             cheapest = "the baseline" if reference == self.baseline else "the cheapest"
             notes.append(
-                f"Step cost: training time over steps, {cheapest} {self.groups[reference].label} = 1 ({ms:.3g} ms)."
+                f"Step cost: median time of a step, {cheapest} {self.groups[reference].short} = 1 ({ms:.3g} ms)."
             )
         return notes + self.warnings()
 
     def test_note(self) -> str:
         """The test behind the bold numbers, in full."""
-        m = len(self.groups) - 1
-        comparisons = f"{m} comparison{'s' * (m > 1)}"
-        text = (
-            "Marked (bold, in plain text *): the best of its column and scaling, and all that do not differ from it "
-            f"at {self.alpha * 100:g} % (two-sided, Holm-adjusted over the {comparisons} with it). Test: "
-        )
-        single = [g for g in self.groups if len(g.runs) == 1]
-        if len(single) < len(self.groups):
-            text += (
-                "difference of the means over seeds, paired over seeds where these are the same and over test samples; "
-                "its variance is that over seeds, plus what the shared test samples add "
-                f"({self.resamples} joint resamples); Cochran–Cox t quantiles."
-            )
-        else:
-            text += f"paired over test samples ({self.resamples} joint resamples)."
-        if single:
-            who = "All methods" if len(single) == len(self.groups) else ", ".join(g.label for g in single)
-            have = "have" if len(single) > 1 else "has"
-            text += (
-                f" {who} {have} one run: comparisons with it speak of these runs only, not of what another seed gives."
-            )
-        return text
+        scaled = "temperature" in self.scalings
+        return caveats.test_note(self.groups, self.alpha, self.resamples, self.moderated, scaled)
 
     def warnings(self) -> list[str]:
         """What makes the groups less comparable than the table suggests."""
-        out = []
-        if len({g.seeds for g in self.groups}) > 1 and any(len(g.runs) > 1 for g in self.groups):
-            out.append("Not all methods have the same seeds: where they differ, seeds are taken as independent.")
-        runs = [run for g in self.groups for run in g.runs]
-        labelled = {(run.summary["data"].get("train") or 0) + (run.summary["data"].get("meta") or 0) for run in runs}
-        if len(labelled) > 1:
-            out.append(f"Not the same number of labelled training images: {_listed(sorted(labelled))}.")
-        if len({run.config.get("data.split_seed") for run in runs}) > 1:
-            out.append("Not the same splits of training and val (data.split_seed): test is the same.")
-        if len(devices := {str(run.summary.get("device")) for run in runs}) > 1:
-            out.append(f"Times were taken on different devices ({_listed(sorted(devices))}).")
-        if len({run.versions for run in runs}) > 1:
-            out.append("The runs were made by different versions, listed with them.")
-        out += [f"Left out: {path}: {reason}." for path, reason in self.left_out]
-        return out
+        return [
+            *caveats.unequal_conditions(self.groups),
+            *caveats.unequal_data(self.groups),
+            *caveats.unequal_times(self.groups),
+            *(f"Left out: {path}: {reason}." for path, reason in self.left_out),
+        ]
 
     def runs_table(self) -> Table:
         """Every run: its group, seed, folder, command, versions and device."""
@@ -273,6 +284,7 @@ class RunComparison:
             groups.append(
                 {
                     "label": g.label,
+                    "short": g.short,
                     "method": g.method,
                     "differs": dict(g.differs),
                     "seeds": list(g.seeds),
@@ -300,6 +312,7 @@ class RunComparison:
             "n_bins": self.n_bins,
             "resamples": self.resamples,
             "alpha": self.alpha,
+            "moderated": self.moderated,
             "baseline": None if self.baseline is None else self.groups[self.baseline].label,
             "equal": equal_settings(self.groups, main=False),
             "groups": groups,

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from html import escape
 from typing import TYPE_CHECKING
 
 from metacal.report.compare import load_predictions
 from metacal.report.comparison import RunComparison
-from metacal.report.run_figures import accuracy_ece_plane, overlaid_reliability, risk_coverage, training_curves
-from metacal.report.runs import equal_settings, show_value
-from metacal.report.tables import Table
+from metacal.report.run_figures import (
+    accuracy_ece_plane,
+    curves_of,
+    overlaid_reliability,
+    risk_coverage,
+    training_curves,
+)
+from metacal.report.settings import equal_settings, show_value
+from metacal.report.tables import COLUMNS, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["comparison_page", "figures_of"]
+
+# With more groups than this a figure shows some in colour: the best, the baseline, and one of each of these methods.
+_ALL_IN_COLOUR = 10
+_BEST_IN_COLOUR = 5
+_KNOWN = ("cross_entropy", "focal", "gamma_net", "metacal")
 
 _STYLE = """
 :root { --ink: #222; --pale: #667; --line: #d9dce1; --back: #fff; --mark: #eef4fb; }
@@ -59,6 +71,7 @@ def comparison_page(result: RunComparison, title: str = "metacal compare", comma
     table = result.table(origins="none")
     parts = [
         f"<h1>{escape(title)}</h1>",
+        f"<h2>{escape(table.title)}</h2>",
         _table_html(table),
         _equal_html(result),
     ]
@@ -86,27 +99,29 @@ def comparison_page(result: RunComparison, title: str = "metacal compare", comma
 
 def figures_of(result: RunComparison) -> list[tuple[str, str, Figure]]:
     """(name, caption, figure) of the comparison: reliability, risk and coverage, training curves, accuracy and ECE."""
-    order = result.order[result.scalings[0]]
+    scaling = result.scalings[0]
+    order = result.order[scaling]
     groups = [result.groups[i] for i in order]
     titles = {"none": "without scaling", "temperature": "after temperature scaling"}
     predictions = {
-        s: {g.label: [load_predictions(run, result.split, s) for run in g.runs] for g in groups}
+        s: {g.short: [load_predictions(run, result.split, s) for run in g.runs] for g in groups}
         for s in result.scalings
     }
+    shown, who = _highlighted(result)
     where = f"{result.split} split, {result.n_samples:,} samples"
-    bands = "Lines are means over seeds, bands reach from the least to the largest seed."
+    bands = f"Lines are means over seeds, bands reach from the least to the largest seed.{who}"
     figures = [
         (
             "Reliability",
             f"Accuracy against confidence in {result.n_bins} bins, {where}. {bands} Below the diagonal: overconfident.",
-            overlaid_reliability({titles[s]: p for s, p in predictions.items()}, result.n_bins),
+            overlaid_reliability({titles[s]: p for s, p in predictions.items()}, result.n_bins, highlight=shown),
         )
     ]
     measured = {"accuracy", "ece"} <= set(result.measures)
     if measured:
         values = {
             s: {
-                result.groups[i].label: (
+                result.groups[i].short: (
                     result.results[s]["accuracy"][i].values,
                     result.results[s]["ece"][i].values,
                 )
@@ -118,22 +133,44 @@ def figures_of(result: RunComparison) -> list[tuple[str, str, Figure]]:
         figures.append(
             (
                 "Accuracy and ECE",
-                f"Mean over seeds ± one standard deviation, {where}. To the right and down is better.",
-                accuracy_ece_plane(values[first], values[rest[0]] if rest else None),
+                f"Mean over seeds ± one standard deviation, {where}. To the right and down is better.{who}",
+                accuracy_ece_plane(values[first], values[rest[0]] if rest else None, shown),
             )
         )
     figures.append(
         (
             "Risk and coverage",
-            f"Error rate among the samples that a method is most confident of, {where}, "
-            f"{titles[result.scalings[0]]}. {bands}",
-            risk_coverage(predictions[result.scalings[0]]),
+            f"Error rate among the samples that a method is most confident of, {where}, {titles[scaling]}. {bands}",
+            risk_coverage(predictions[scaling], highlight=shown),
         )
     )
-    curves = training_curves({g.label: g.runs for g in groups})
+    runs = {g.short: g.runs for g in groups}
+    which, said = curves_of(runs)
+    curves = training_curves(runs, which, shown)
     if curves is not None:
-        figures.append(("Training", f"From each run's metrics.jsonl. {bands}", curves))
+        figures.append(("Training", f"From each run's metrics.jsonl. {bands} {said}", curves))
     return figures
+
+
+def _highlighted(result: RunComparison) -> tuple[set[str] | None, str]:
+    """The groups that figures show in colour (None: all of them), and a sentence on which they are."""
+    if len(result.groups) <= _ALL_IN_COLOUR:
+        return None, ""
+    scaling = result.scalings[0]
+    name = next((m for m in ("ece", *result.measures) if m in result.measures and COLUMNS[m].best), None)
+    chosen: list[int] = []
+    if name is not None:
+        sign = -1.0 if COLUMNS[name].best == "max" else 1.0
+        means = [sign * r.mean for r in result.results[scaling][name]]
+        known = [i for i, mean in enumerate(means) if math.isfinite(mean)]
+        chosen += sorted(known, key=lambda i: means[i])[:_BEST_IN_COLOUR]
+    chosen += [] if result.baseline is None else [result.baseline]
+    for method in _KNOWN:
+        chosen += [i for i, g in enumerate(result.groups) if g.method == method][:1]
+    best = "" if name is None else f"the {_BEST_IN_COLOUR} best by {COLUMNS[name].title}"
+    base = "" if result.baseline is None else "the baseline"
+    who = ", ".join(filter(None, [best, base, f"and one group each of {', '.join(_KNOWN)}"]))
+    return {result.groups[i].short for i in chosen}, f" In colour: {who}; grey: all others."
 
 
 def _table_html(table: Table) -> str:

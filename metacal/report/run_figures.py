@@ -1,12 +1,15 @@
 """Figures of several groups of runs: reliability, risk and coverage, training curves, accuracy against ECE.
 
-A line is the mean over the seeds of a group, a band reaches from the least to the largest seed. Each function returns
-a matplotlib `Figure` that only the caller knows (no pyplot).
+A line is the mean over the seeds of a group, a band reaches from the least to the largest seed. Of many groups, those
+in `highlight` are drawn in colour and named in the legend, the others grey and without a band. Each function returns a
+matplotlib `Figure` that only the caller knows (no pyplot): its one legend stands beside the axes, for which it is made
+large enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
     from metacal.report.runs import Run
 
-__all__ = ["CURVES", "accuracy_ece_plane", "overlaid_reliability", "risk_coverage", "training_curves"]
+__all__ = ["CURVES", "accuracy_ece_plane", "curves_of", "overlaid_reliability", "risk_coverage", "training_curves"]
 
 _COLORS = (
     "#4878a8",
@@ -39,9 +42,13 @@ _COLORS = (
 )
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
+_GREY = "#c4c4c4"
+_WRAP = 44  # characters of a legend's line
+
 CURVES = {
-    "train/loss": "training loss",
+    "train/nll": "training NLL",
     "val/nll": "val NLL",
+    "train/ece": "training ECE",
     "val/ece": "val ECE",
     "val/accuracy": "val accuracy",
 }
@@ -51,46 +58,61 @@ Array = NDArray[np.float64]
 
 
 def overlaid_reliability(
-    panels: Mapping[str, Mapping[str, Sequence[Predictions]]], n_bins: int = 15, min_share: float = 0.003
+    panels: Mapping[str, Mapping[str, Sequence[Predictions]]],
+    n_bins: int = 15,
+    min_share: float = 0.003,
+    highlight: Collection[str] | None = None,
 ) -> Figure:
     """Reliability of every group in one plot a panel (such as before and after scaling).
 
     Args:
-        panels: title -> group -> the predictions of its seeds. A point of a line stands at the mean confidence and
-            accuracy that the seeds have in one bin; its size grows with the bin's share. The band reaches from the
-            lowest to the highest seed. The ECE in the legend is the mean ± standard deviation of the seeds' ECE, from
-            these very bins.
+        panels: title -> group -> the predictions of its seeds, the same groups in each. A point of a line stands at
+            the mean confidence and accuracy that the seeds have in one bin; its size grows with the bin's share. The
+            band reaches from the lowest to the highest seed. The ECE in the legend is the mean ± standard deviation
+            of the seeds' ECE, from these very bins, of each panel.
         n_bins: of equal width.
         min_share: bins with a smaller share of a group's samples are not drawn; they count in the ECE.
+        highlight: the groups in colour; None: all.
     """
     require(len(panels) > 0 and all(len(groups) > 0 for groups in panels.values()), "panels must hold predictions")
-    longest = max(map(len, panels.values()))
-    figure, axes = _row(len(panels), (4.9, 5.3 + _legend_height(longest)))
-    for ax, (title, groups) in zip(axes, panels.items()):
-        _diagonal(ax)
-        for i, (label, seeds) in enumerate(groups.items()):
+    styles = _styles(next(iter(panels.values())), highlight)
+    found: dict[str, list[str]] = {label: [] for label in styles}
+    points = []
+    for title, groups in panels.items():
+        require(groups.keys() == styles.keys(), "panels must hold the same groups")
+        for label, seeds in groups.items():
             bins = [reliability_bins(p, n_bins) for p in seeds]
             count = np.array([b.count.numpy() for b in bins], dtype=float)
             correct = np.array([b.correct.numpy() for b in bins], dtype=float)
             confidence = np.array([b.confidence_sum.numpy() for b in bins])
-            errors = np.abs(correct - confidence).sum(1) / count.sum(1)
-            shown = count.sum(0) >= max(1.0, min_share * count.sum())
-            total = count.sum(0)[shown]
-            x, y = confidence.sum(0)[shown] / total, correct.sum(0)[shown] / total
-            style = _style(i)
-            if len(seeds) > 1:
-                each = correct[:, shown] / np.where(count[:, shown] > 0, count[:, shown], np.nan)
-                low, high = np.nanmin(each, axis=0), np.nanmax(each, axis=0)
-                ax.fill_between(x, low, high, color=style["color"], alpha=0.13, linewidth=0)
-            ax.plot(x, y, linewidth=1.5, label=f"{label}: ECE {_mean_std(errors)}", **style)
-            ax.scatter(x, y, s=6 + 80 * total / count.sum(), color=style["color"], edgecolor="white", zorder=4)
+            found[label].append(_mean_std(np.abs(correct - confidence).sum(1) / count.sum(1)))
+            points.append((title, label, count, correct, confidence))
+    heading = "ECE" if len(panels) == 1 else "ECE " + " | ".join(panels)
+    texts = {label: " | ".join(values) for label, values in found.items()}
+    figure, axes = _canvas(1, len(panels), (4.7, 4.7), _legend_entries(styles, texts), heading)
+    at = dict(zip(panels, axes))
+    for title, ax in at.items():
+        _diagonal(ax)
         ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal", anchor="N")
-        _legend_below(ax, len(groups))
         _clean(ax, title)
+    for title, label, count, correct, confidence in points:
+        ax, style = at[title], styles[label]
+        shown = count.sum(0) >= max(1.0, min_share * count.sum())
+        total = count.sum(0)[shown]
+        x, y = confidence.sum(0)[shown] / total, correct.sum(0)[shown] / total
+        if len(count) > 1 and _in_colour(style):
+            each = correct[:, shown] / np.where(count[:, shown] > 0, count[:, shown], np.nan)
+            low, high = np.nanmin(each, axis=0), np.nanmax(each, axis=0)
+            ax.fill_between(x, low, high, color=style["color"], alpha=0.13, linewidth=0)
+        ax.plot(x, y, label=label, **style)
+        if _in_colour(style):
+            ax.scatter(x, y, s=6 + 80 * total / count.sum(), color=style["color"], edgecolor="white", zorder=4)
     return figure
 
 
-def risk_coverage(groups: Mapping[str, Sequence[Predictions]], points: int = 200) -> Figure:
+def risk_coverage(
+    groups: Mapping[str, Sequence[Predictions]], points: int = 200, highlight: Collection[str] | None = None
+) -> Figure:
     """Error rate among the most confident share of the test samples, against that share.
 
     Lower is better, and a curve that rises says that confidence ranks well. Equal confidences count as ordered at
@@ -99,18 +121,17 @@ def risk_coverage(groups: Mapping[str, Sequence[Predictions]], points: int = 200
     from metacal.calibration import aurc
 
     require(len(groups) > 0, "groups must hold predictions")
-    figure, (ax,) = _row(1, (6.4, 4.6 + _legend_height(len(groups))))
-    for i, (label, seeds) in enumerate(groups.items()):
-        coverage = np.linspace(0, 1, points + 1)[1:]
-        each = np.array([_risk(p, coverage) for p in seeds])
-        style = _style(i)
-        if len(seeds) > 1:
+    styles = _styles(groups, highlight)
+    texts = {label: _mean_std(np.array([aurc(p) for p in seeds])) for label, seeds in groups.items()}
+    figure, (ax,) = _canvas(1, 1, (6.2, 4.4), _legend_entries(styles, texts), "area under the curve (AURC)")
+    coverage = np.linspace(0, 1, points + 1)[1:]
+    for label, seeds in groups.items():
+        each, style = np.array([_risk(p, coverage) for p in seeds]), styles[label]
+        if len(seeds) > 1 and _in_colour(style):
             ax.fill_between(coverage, each.min(0), each.max(0), color=style["color"], alpha=0.13, linewidth=0)
-        areas = np.array([aurc(p) for p in seeds])
-        ax.plot(coverage, each.mean(0), linewidth=1.5, label=f"{label}: AURC {_mean_std(areas)}", **style)
+        ax.plot(coverage, each.mean(0), label=label, **style)
     ax.set(xlim=(0, 1), xlabel="coverage: share of samples kept, the most confident first", ylabel="risk: error rate")
     ax.set_ylim(bottom=0)
-    _legend_below(ax, len(groups))
     _clean(ax)
     return figure
 
@@ -126,7 +147,30 @@ def _risk(p: Predictions, coverage: Array) -> Array:
     return np.cumsum(wrong)[kept - 1] / kept
 
 
-def training_curves(groups: Mapping[str, Sequence[Run]], curves: Mapping[str, str] = CURVES) -> Figure | None:
+def curves_of(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, str], str]:
+    """The curves that these runs can show, for `training_curves`, and what a caption must say of those on training.
+
+    NLL and ECE on training are what methods can be compared by. Where no run measured them the training loss stands
+    in, which every method has of its own.
+    """
+    lack = [label for label, runs in groups.items() if not all("train/nll" in run.series for run in runs)]
+    if len(lack) == len(groups):
+        curves = {"train/loss": "training loss"} | {k: v for k, v in CURVES.items() if k.startswith("val/")}
+        return curves, (
+            "These runs did not measure NLL and ECE on training: the training loss is each method's own and says "
+            "nothing between methods."
+        )
+    text = "Training NLL and ECE were measured at every validation, on what the model was trained on in between."
+    if lack:
+        text += f" {len(lack)} of {len(groups)} groups lack them."
+    return dict(CURVES), text
+
+
+def training_curves(
+    groups: Mapping[str, Sequence[Run]],
+    curves: Mapping[str, str] = CURVES,
+    highlight: Collection[str] | None = None,
+) -> Figure | None:
     """Series of metrics.jsonl against the epoch, one panel for each that any run has; None if there is none.
 
     Steps at which some seed of a group has no value are left out of its line.
@@ -145,32 +189,26 @@ def training_curves(groups: Mapping[str, Sequence[Run]], curves: Mapping[str, st
             found.setdefault(name, {})[label] = (np.array(common) * scale, values)
     if not found:
         return None
-    from matplotlib.figure import Figure
-
     columns = min(2, len(found))
     rows = -(-len(found) // columns)
-    entries = -(-len(groups) // 2)
-    figure = Figure(figsize=(5.3 * columns, 3.1 * rows + 0.22 * entries), layout="constrained")
-    axes = np.atleast_1d(figure.subplots(rows, columns)).ravel()
-    order = {label: i for i, label in enumerate(groups)}
+    styles = _styles(groups, highlight)
+    drawn = dict.fromkeys((label for label in groups if any(label in lines for lines in found.values())), "")
+    figure, axes = _canvas(rows, columns, (4.7, 2.9), _legend_entries(styles, drawn), "", len(found))
     for ax, (name, lines) in zip(axes, found.items()):
         for label, (x, values) in lines.items():
-            style = _style(order[label])
-            if len(values) > 1:
-                band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
-                ax.fill_between(x, values.min(0), values.max(0), **band)
-            ax.plot(x, values.mean(0), linewidth=1.3, label=label, **style)
+            style = styles[label]
+            if len(values) > 1 and _in_colour(style):
+                ax.fill_between(x, values.min(0), values.max(0), color=style["color"], alpha=0.15, linewidth=0)
+            ax.plot(x, values.mean(0), label=label, **style)
         ax.set(xlabel="epoch", xlim=(0, None))
         _clean(ax, curves[name])
-    for ax in axes[len(found) :]:
-        ax.set_visible(False)
-    handles = {label: h for ax in axes[: len(found)] for h, label in zip(*ax.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
 def accuracy_ece_plane(
-    groups: Mapping[str, tuple[Array, Array]], scaled: Mapping[str, tuple[Array, Array]] | None = None
+    groups: Mapping[str, tuple[Array, Array]],
+    scaled: Mapping[str, tuple[Array, Array]] | None = None,
+    highlight: Collection[str] | None = None,
 ) -> Figure:
     """A point for every group at its mean ECE and accuracy over seeds, whiskers one standard deviation; right and down
     is better.
@@ -180,42 +218,92 @@ def accuracy_ece_plane(
         scaled: the same after temperature scaling: hollow points, joined to those before it.
     """
     require(len(groups) > 0, "groups must hold values")
-    figure, (ax,) = _row(1, (6.4, 4.6 + _legend_height(len(groups))))
-    for i, (label, (accuracy, error)) in enumerate(groups.items()):
-        color, marker = _style(i)["color"], "os^Dv"[i // len(_COLORS) % 5]
-        bars: dict[str, Any] = {"color": color, "elinewidth": 1, "capsize": 2, "markersize": 7, "fmt": marker}
+    styles = _styles(groups, highlight)
+    entries = _legend_entries(styles, dict.fromkeys(groups, ""))
+    figure, (ax,) = _canvas(1, 1, (6.2, 4.4), entries, "", markers=True)
+    for label, (accuracy, error) in groups.items():
+        style = styles[label]
+        color, clear = style["color"], _in_colour(style)
+        bars: dict[str, Any] = {"color": color, "elinewidth": 1 if clear else 0, "capsize": 2 if clear else 0}
+        bars |= {"markersize": 7 if clear else 4, "fmt": _marker(style), "zorder": style["zorder"]}
         ax.errorbar(accuracy.mean(), error.mean(), _std(error), _std(accuracy), label=label, **bars)
         if scaled is not None and label in scaled:
             x, y = scaled[label]
-            ax.plot([accuracy.mean(), x.mean()], [error.mean(), y.mean()], color=color, linewidth=0.8, alpha=0.6)
+            ax.plot(
+                [accuracy.mean(), x.mean()], [error.mean(), y.mean()], color=color, linewidth=0.8, alpha=0.6, zorder=1
+            )
             ax.errorbar(x.mean(), y.mean(), _std(y), _std(x), markerfacecolor="white", **bars)
     ax.set(xlabel="accuracy", ylabel="ECE")
     ax.set_ylim(bottom=0)
-    _legend_below(ax, len(groups))
     _clean(ax, "hollow: after temperature scaling" if scaled else "")
     return figure
 
 
-def _row(n: int, size: tuple[float, float]) -> tuple[Figure, Sequence[Axes]]:
+def _styles(labels: Iterable[str], highlight: Collection[str] | None) -> dict[str, dict[str, Any]]:
+    """The look of every group's line: those in `highlight` each its own, the others grey and behind."""
+    names = list(labels)
+    unknown = sorted(set(highlight or ()) - set(names))
+    require(not unknown, f"highlight must name groups, {', '.join(unknown)} are none")
+    styles: dict[str, dict[str, Any]] = {}
+    i = 0
+    for label in names:
+        if highlight is not None and label not in highlight:
+            styles[label] = {"color": _GREY, "linestyle": "-", "linewidth": 0.8, "zorder": 1.5}
+            continue
+        dash = _DASHES[i // len(_COLORS) % len(_DASHES)]
+        styles[label] = {"color": _COLORS[i % len(_COLORS)], "linestyle": dash, "linewidth": 1.5, "zorder": 3}
+        i += 1
+    return styles
+
+
+def _in_colour(style: Mapping[str, Any]) -> bool:
+    return style["color"] != _GREY
+
+
+def _marker(style: Mapping[str, Any]) -> str:
+    """A point's shape where a line would have its dashes."""
+    return "os^D"[_DASHES.index(style["linestyle"])] if _in_colour(style) else "o"
+
+
+def _legend_entries(
+    styles: Mapping[str, Mapping[str, Any]], texts: Mapping[str, str]
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """(label, its text in a line below it; style) of the groups in colour in `texts`, and one for all the others."""
+    below = {k: [f"   {text}"] if text else [] for k, text in texts.items()}
+    entries = [("\n".join(wrap(k, _WRAP) + below[k]), style) for k, style in styles.items() if k in texts]
+    coloured = [entry for entry in entries if _in_colour(entry[1])]
+    others = [entry for entry in entries if not _in_colour(entry[1])]
+    return coloured + ([(f"{len(others)} others", others[0][1])] if others else [])
+
+
+def _canvas(
+    rows: int,
+    columns: int,
+    size: tuple[float, float],
+    entries: Sequence[tuple[str, Mapping[str, Any]]],
+    heading: str,
+    panels: int | None = None,
+    markers: bool = False,
+) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of `panels` axes of about `size` inches, with its legend to their right in room of its own."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(size[0] * n, size[1]), layout="constrained")
-    return figure, np.atleast_1d(figure.subplots(1, n)).tolist()
-
-
-def _style(i: int) -> dict[str, Any]:
-    return {"color": _COLORS[i % len(_COLORS)], "linestyle": _DASHES[i // len(_COLORS) % len(_DASHES)]}
-
-
-def _legend_below(ax: Axes, n: int) -> None:
-    """Below the axes: never over the curves, however many there are."""
-    style: dict[str, Any] = {"frameon": False, "fontsize": 8 if n <= 12 else 6.5, "borderaxespad": 0}
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), **style)
-
-
-def _legend_height(n: int) -> float:
-    """Of n lines of `_legend_below`, in inches."""
-    return 0.17 * n if n <= 12 else 0.15 * n
+    lines = [line for text in (*(t for t, _ in entries), *wrap(heading, _WRAP)) for line in text.split("\n")]
+    width = 0.7 + 0.068 * max(map(len, lines))  # inches of a legend's characters at 8 points
+    height = max(size[1] * rows, 0.5 + 0.165 * len(lines))
+    figure = Figure(figsize=(size[0] * columns + width, height), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, i + 1) for i in range(panels or rows * columns)]
+    handles = [
+        Line2D([], [], color=s["color"], marker=_marker(s), linestyle="", markersize=6 if _in_colour(s) else 4)
+        if markers
+        else Line2D([], [], color=s["color"], linestyle=s["linestyle"], linewidth=s["linewidth"])
+        for _, s in entries
+    ]
+    style: dict[str, Any] = {"frameon": False, "fontsize": 8, "title_fontsize": 8, "alignment": "left"}
+    title = "\n".join(wrap(heading, _WRAP))
+    figure.legend(handles, [text for text, _ in entries], loc="outside right upper", title=title, **style)
+    return figure, axes
 
 
 def _std(values: Array) -> float:

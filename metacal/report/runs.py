@@ -13,8 +13,9 @@ import glob
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,20 +27,11 @@ from omegaconf.errors import OmegaConfBaseException
 from metacal.config import Config
 from metacal.errors import InputError, require
 from metacal.predictions import Predictions
-from metacal.training.folder import NOT_IN_NAME
+from metacal.report.settings import flat_settings, is_bookkeeping, short_names, show_value, telling
 
 __all__ = ["Group", "LeftOut", "Run", "find_runs", "group_runs", "load_runs", "require_same_samples"]
 
-# Beside NOT_IN_NAME, keys that cannot change what a run computes: where its data lie, how they are
-# fetched (what they are, the test split's fingerprint tells), and what is kept and watched.
-_BOOKKEEPING = (NOT_IN_NAME - {"method"}) | {
-    "keep_every",
-    "monitor",
-    "data.path",
-    "data.download",
-    "data.storage",
-    "data.workers",
-}
+_SPLITS = ("train", "meta", "val")  # that summary.json has fingerprints of, beside test's
 
 
 class LeftOut(NamedTuple):
@@ -58,11 +50,13 @@ class Run:
         config: dotted key -> value of all that can change its result, the seed left out; keys that its config.yaml
             lacks have the default.
         summary: its summary.json.
+        watching: dotted key -> value of the rest: device, threads, monitors, folders.
     """
 
     path: Path
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
+    watching: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def seed(self) -> int:
@@ -76,6 +70,12 @@ class Run:
     def fingerprint(self) -> str:
         """Of the content of its test split."""
         return str(self.summary["data"]["fingerprint"])
+
+    @property
+    def fingerprints(self) -> Mapping[str, str | None]:
+        """Of the content of its splits train, meta and val; empty where the run is older than they are."""
+        found = self.summary["data"].get("fingerprints")
+        return found if isinstance(found, dict) else {}
 
     def predictions(self, split: str) -> Predictions:
         """The predictions that it saved, of `split` test or val.
@@ -106,7 +106,9 @@ class Run:
 
     @property
     def step_ms(self) -> float | None:
-        """Training time over steps."""
+        """The median of the step times in its log, which a busy minute does not move; else training time over steps."""
+        if logged := self.series.get("time/step_ms"):
+            return statistics.median(logged.values())
         seconds, steps = self.summary.get("time/train_s"), self.summary.get("steps")
         return 1e3 * seconds / steps if seconds and steps else None
 
@@ -141,11 +143,13 @@ class Group:
 
     Attributes:
         runs: at least one.
-        differs: dotted key -> value, of the keys that tell the groups apart beyond what the method's name tells.
+        differs: dotted key -> value, of the keys that tell the groups apart beyond what names tell.
+        short: a name for legends and notes, distinct among the groups; the label if none is given.
     """
 
     runs: Sequence[Run]
     differs: Mapping[str, Any] = field(default_factory=dict)
+    short: str = ""
 
     @property
     def method(self) -> str:
@@ -165,15 +169,6 @@ class Group:
         return ", ".join([self.method, *(f"{key}={show_value(value)}" for key, value in self.differs.items())])
 
 
-def show_value(value: Any) -> str:
-    """A config value as on the command line."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(show_value(v) for v in value) + "]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def find_runs(words: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The run folders that `words` name: each a run, a folder that holds runs at any depth, or a glob of such.
 
@@ -186,13 +181,19 @@ def find_runs(words: Iterable[str | os.PathLike[str]]) -> list[Path]:
     for word in words:
         here = Path(word)
         # Names of runs may hold brackets: what exists is meant as it stands.
-        matches = [here] if here.exists() else [Path(m) for m in sorted(glob.glob(str(word), recursive=True))]
+        matches = [here] if here.exists() else _glob(str(word))
         require(len(matches) > 0, f"{word} does not exist and matches nothing")
         runs = [run for match in matches if match.is_dir() for run in _runs_in(match)]
         require(len(runs) > 0, f"{word} is no run folder and holds none: a run folder has a config.yaml")
         for run in runs:
             found.setdefault(run.resolve(), run)
     return list(found.values())
+
+
+def _glob(word: str) -> list[Path]:
+    """What a pattern matches: as it stands, or else with its brackets taken literally."""
+    found = glob.glob(word, recursive=True) or glob.glob(word.replace("[", "[[]"), recursive=True)
+    return [Path(m) for m in sorted(found)]
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -217,19 +218,20 @@ def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
     """The finished runs among `paths`, and the others with the reason."""
     runs: list[Run] = []
     left_out: list[LeftOut] = []
-    defaults = _flat(OmegaConf.to_container(OmegaConf.structured(Config)))
+    defaults = flat_settings(asdict(Config()))
     for path in paths:
         try:
             runs.append(_load_run(path, defaults))
         except InputError as error:
             left_out.append(LeftOut(path, str(error)))
-    known: dict[tuple[str, int, str], Run] = {}
+    known: dict[tuple[str, int, str], list[Run]] = {}
     for run in list(runs):
-        key = (_identity(run), run.seed, run.fingerprint)
-        if key in known:
-            left_out.append(LeftOut(run.path, f"has the configuration and the seed of {known[key].path}"))
+        same = known.setdefault((_identity(run), run.seed, run.fingerprint), [])
+        twin = next((other for other in same if not _other_data(run, other)), None)
+        if twin is not None:
+            left_out.append(LeftOut(run.path, f"has the configuration and the seed of {twin.path}"))
             runs.remove(run)
-        known.setdefault(key, run)
+        same.append(run)
     return runs, left_out
 
 
@@ -249,7 +251,13 @@ def _load_run(path: Path, defaults: Mapping[str, Any]) -> Run:
         summary["method"], int(summary["seed"]), summary["data"]["fingerprint"]
     except (ValueError, KeyError, TypeError):
         raise InputError("its summary.json is damaged or not that of a run") from None
-    return Run(path, {**defaults, **_flat(config)}, summary)
+    settings = {**defaults, **flat_settings(config)}
+    return Run(
+        path,
+        {key: value for key, value in settings.items() if not is_bookkeeping(key)},
+        summary,
+        {key: value for key, value in settings.items() if is_bookkeeping(key)},
+    )
 
 
 def _how_far(path: Path, config: Mapping[Any, Any]) -> str:
@@ -261,89 +269,72 @@ def _how_far(path: Path, config: Mapping[Any, Any]) -> str:
     return f"unfinished, and stopped before its first checkpoint (epochs: {epochs})"
 
 
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, bookkeeping left out; dictionaries without fixed keys (an objective) are one value."""
-    found: dict[str, Any] = {}
-    for key, value in node.items():
-        name = f"{prefix}{key}"
-        if name in _BOOKKEEPING:
-            continue
-        if isinstance(value, dict) and name != "meta.objective":
-            found |= _flat(value, f"{name}.")
-        else:
-            found[name] = value
-    return found
-
-
 def _identity(run: Run) -> str:
     return json.dumps(run.config, sort_keys=True, default=str)
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs that differ only by seed together, in the order in which the groups first appear."""
+    """Runs that differ only by seed together, in the order in which the groups first appear.
+
+    Runs of one configuration that trained on different images are different groups: their fingerprints differ.
+    """
     together: dict[str, list[Run]] = {}
     for run in runs:
         together.setdefault(_identity(run), []).append(run)
-    groups = [Group(sorted(group, key=lambda run: run.seed)) for group in together.values()]
-    return [Group(g.runs, differs) for g, differs in zip(groups, _telling(groups))]
+    parts: list[tuple[list[Run], dict[str, Any]]] = []
+    for same in together.values():
+        parts += _by_data(same)
+    told = telling([group[0].config for group, _ in parts])
+    told = [own | prints for own, (_, prints) in zip(told, parts)]
+    short = short_names([group[0].method for group, _ in parts], told)
+    seeds = (sorted(group, key=lambda run: run.seed) for group, _ in parts)
+    groups = [Group(group, differs, name) for group, differs, name in zip(seeds, told, short)]
+    return [replace(g, short=g.short or g.label) for g in groups]
 
 
-def _telling(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """For each group the keys, with its values, that tell it from the others beyond what the method's name tells.
+def _by_data(runs: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:
+    """Runs of one configuration, by the images that they trained on, with the fingerprints that tell these apart.
 
-    A method sets keys of loss, gamma, meta and penalties, which may mean nothing to another: they are given for the
-    methods in which they vary. Any other key is given for all groups, if it varies within a method.
+    Runs that do not know go with the first.
     """
-    by_method: dict[str, list[Group]] = {}
-    for g in groups:
-        by_method.setdefault(g.method, []).append(g)
-    told: list[dict[str, Any]] = [{} for _ in groups]
-    for key in sorted({key for g in groups for key in g.config}):
-        varying = {method for method, siblings in by_method.items() if len(_values(siblings, key)) > 1}
-        own = key.split(".")[0] in ("loss", "gamma", "meta", "penalties")
-        for g, keys in zip(groups, told):
-            if g.method in varying or (varying and not own):
-                keys[key] = g.config.get(key)
-    return told
+    parts: list[list[Run]] = []
+    for run in sorted(runs, key=lambda run: not run.fingerprints):
+        same = next((part for part in parts if not any(_other_data(run, other) for other in part)), None)
+        if same is None:
+            parts.append([run])
+        else:
+            same.append(run)
+    out: list[tuple[list[Run], dict[str, Any]]] = []
+    for part in parts:
+        own = part[0].fingerprints
+        differ = [split for split in _SPLITS if len({p[0].fingerprints.get(split) for p in parts}) > 1]
+        out.append((part, {f"data.fingerprints.{split}": (own.get(split) or "?")[:8] for split in differ}))
+    return out
 
 
-def equal_settings(groups: Sequence[Group], main: bool = True) -> dict[str, Any]:
-    """The settings in which all groups agree, less those that are null; with `main` only what a reader asks first."""
-    keys = sorted({key for g in groups for key in g.config})
-    if main:
-        keys = [
-            "data.name",
-            "data.train_size",
-            "data.batch_size",
-            "model.name",
-            "optimizer.name",
-            "optimizer.lr",
-            "epochs",
-        ]
-    return {
-        key: groups[0].config[key]
-        for key in keys
-        if groups[0].config.get(key) is not None and len(_values(groups, key)) == 1
-    }
+def _other_data(first: Run, second: Run) -> bool:
+    """Whether two runs of one configuration trained on images that should be the same and are not."""
+    if first.config.get("data.split_seed", 0) is None and first.seed != second.seed:
+        return False  # every seed has splits of its own
+    a, b = first.fingerprints, second.fingerprints
+    return bool(a and b) and any(a.get(split) != b.get(split) for split in _SPLITS)
 
 
-def _values(groups: Sequence[Group], key: str) -> set[str]:
-    return {json.dumps(g.config.get(key), sort_keys=True, default=str) for g in groups}
-
-
-def require_same_samples(groups: Sequence[Group]) -> None:
-    """All runs were measured on one test set.
+def require_same_samples(groups: Sequence[Group], split: str = "test") -> None:
+    """All runs have one split `split`, test or val; runs that do not tell the fingerprint of their val pass.
 
     Raises:
-        InputError: naming the test sets with a run of each.
+        InputError: naming the splits with a run of each.
     """
     sets: dict[str, list[Run]] = {}
     for run in (run for g in groups for run in g.runs):
-        sets.setdefault(run.fingerprint, []).append(run)
+        found = run.fingerprint if split == "test" else run.fingerprints.get(split)
+        if found is not None:
+            sets.setdefault(found, []).append(run)
     if len(sets) > 1:
         named = "; ".join(
-            f"{runs[0].summary['data'].get('name', '?')} {fingerprint[:8]} ({runs[0].summary['data'].get('test', '?')} "
+            f"{runs[0].summary['data'].get('name', '?')} {fingerprint[:8]} ({runs[0].summary['data'].get(split, '?')} "
             f"images) of {len(runs)} run{'s' * (len(runs) > 1)} such as {runs[0].path}"
             for fingerprint, runs in sets.items()
         )
-        raise InputError(f"runs were measured on {len(sets)} different test sets and cannot be compared: {named}")
+        raise InputError(f"runs were measured on {len(sets)} different {split} sets and cannot be compared: {named}")

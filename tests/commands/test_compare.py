@@ -52,6 +52,12 @@ def test_formats_are_printed_or_written(folder, tmp_path, capsys):
     )
 
 
+def test_spaces_between_measures_are_allowed(folder, capsys):
+    assert main(["compare", str(folder), "--csv", "--measures", "ece, nll ", "--resamples", "4"]) == 0
+    header = capsys.readouterr().out.splitlines()[0].split(",")
+    assert header[header.index("ece") + 1] == "ece_std" and "nll" in header and "nll_p" in header
+
+
 def test_json_on_standard_output_is_json_alone(folder, capsys):
     assert main(["compare", str(folder), "--json", *FEW]) == 0
     assert len(json.loads(capsys.readouterr().out)["groups"]) == 2
@@ -70,6 +76,11 @@ def test_refusals_are_one_line_and_status_2(folder, tmp_path, capsys):
         ([str(folder), "--baseline", "method=none"], "baseline method=none must pick one of the groups"),
         ([str(folder), "--html", str(tmp_path)], "--html must name a file"),
         ([str(folder), "--csv", "missing/a.csv"], "the folder missing does not exist"),
+        (
+            [str(folder), "--markdown", "rep.txt"],
+            "--markdown writes to a file that ends in .md or .markdown, or prints",
+        ),
+        ([str(folder), "--meas", "ece"], "unrecognized arguments: --meas"),
         ([str(folder), "--csv", "--json"], "only one format can go to standard output, got --csv --json"),
         ([], "the following arguments are required: RUNS"),
     ):

@@ -6,19 +6,30 @@ import csv
 import io
 import json
 import re
+import shutil
+import warnings
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from reference.run_folders import write_run
 from scipy import stats
 
 from metacal.calibration import MEASURES, TemperatureScaling
+from metacal.compose import config_dir
 from metacal.errors import InputError
 from metacal.jsonio import to_json
 from metacal.report.compare import compare_runs, load_predictions
 from metacal.report.html import comparison_page, figures_of
-from metacal.report.run_figures import accuracy_ece_plane, overlaid_reliability, risk_coverage, training_curves
+from metacal.report.run_figures import (
+    accuracy_ece_plane,
+    curves_of,
+    overlaid_reliability,
+    risk_coverage,
+    training_curves,
+)
 from metacal.report.runs import find_runs, group_runs, load_runs
+from metacal.report.significance import difference, moderated
 
 METHODS = {"cross_entropy": 3.0, "focal": 1.0, "brier": 1.05}  # sharpness of the logits: 1 is calibrated
 
@@ -116,6 +127,20 @@ def test_sorting_and_scalings(groups):
     assert val.results["none"]["ece"][0].values[0] == MEASURES["ece"](run.predictions("val"))
 
 
+def test_one_scaling_is_still_named(groups):
+    result = compare_runs(groups, measures=["ece"], split="val", resamples=4, baseline=["method=focal"])
+    for table in (result.table(), result.difference_table()):
+        assert table.columns[0].name == "scaling" and all(cells[0] == "none" for _, cells in table.rows)
+    assert result.table().title == "Val split" and result.difference_table().title.endswith("focal, val split")
+
+
+def test_the_note_says_what_the_tests_take_as_given(groups):
+    both = compare_runs(groups, measures=["ece"], resamples=4).test_note()
+    none = compare_runs(groups, measures=["ece"], resamples=4, scaling="none").test_note()
+    assert both.endswith("takes as given the one split of the images and each run's one fitted temperature.")
+    assert none.endswith("takes as given the one split of the images.")
+
+
 def test_step_cost_is_relative_to_the_baseline_or_the_cheapest(tmp_path):
     write_run(tmp_path / "a", ["method=focal"], **{"time/train_s": 6.0})
     write_run(tmp_path / "b", ["method=brier"], **{"time/train_s": 3.0})
@@ -124,6 +149,11 @@ def test_step_cost_is_relative_to_the_baseline_or_the_cheapest(tmp_path):
     given = compare_runs(groups, measures=["ece"], resamples=4, baseline=["method=focal"], sort="step_cost")
     assert given.step_costs() == [1.0, 0.5] and list(given.order["none"]) == [1, 0]
     assert "the baseline focal = 1 (200 ms)" in " ".join(given.notes())
+    write_run(tmp_path / "c", ["method=mmce"], step_ms=[50.0, 5000.0, 60.0], device="cuda")
+    logged = compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4)
+    assert logged.step_costs()[2] == 1.0 and "the cheapest mmce = 1 (60 ms)" in " ".join(logged.notes())
+    assert "not taken alike: different device (cpu, cuda)" in " ".join(logged.notes())
+    shutil.rmtree(tmp_path / "c")
     summary = json.loads((tmp_path / "b" / "summary.json").read_text())
     del summary["time/train_s"]
     (tmp_path / "b" / "summary.json").write_text(json.dumps(summary))
@@ -167,12 +197,70 @@ def test_runs_without_good_predictions_are_left_out_and_other_labels_refused(tmp
         compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4)
 
 
+def test_other_val_sets_are_refused_where_val_is_compared(tmp_path):
+    for i, method in enumerate(("focal", "brier")):
+        data = {"fingerprint": "0", "fingerprints": {"train": "a", "meta": None, "val": f"val{i}"}}
+        write_run(tmp_path / method, [f"method={method}"], data=data)
+    assert len(compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4).groups) == 2
+    with pytest.raises(InputError, match=r"2 different val sets .*/brier; .*/focal"):
+        compare_runs(groups_of(tmp_path), split="val", measures=["ece"], resamples=4)
+
+
+def test_many_groups_share_what_they_tell_about_seeds(tmp_path):
+    for gamma in range(1, 9):
+        for seed in range(2):
+            words = ["method=focal", f"gamma.value={gamma}"]
+            write_run(tmp_path / f"{gamma}" / f"seed{seed}", words, seed, sharpness=gamma, n=60)
+    write_run(tmp_path / "one", ["method=brier"], n=60)
+    one, *many = groups_of(tmp_path)
+    groups = [*many, one]
+    keys = {"measures": ["ece"], "scaling": "none", "resamples": 8, "baseline": ["method=focal", "gamma.value=1"]}
+    result = compare_runs(groups, **keys)
+    assert result.moderated and "moderated" in result.test_note()
+    samples = result.results["none"]["ece"]
+    known = moderated(np.stack([r.values for r in samples[:8]]))
+    for i in range(1, 8):
+        pooled = known.variances[i], known.variances[0], known.df
+        want = difference(samples[i], samples[0], seed_variance=pooled)
+        assert result.against_baseline["none"]["ece"][i].test == want
+    # A group of other seeds is tested as ever.
+    last = result.against_baseline["none"]["ece"][8].test
+    np.testing.assert_equal(last, difference(samples[8], samples[0], paired=False))
+    few = compare_runs(groups[:7], **keys)
+    want = difference(samples[1], samples[0])
+    assert not few.moderated and few.against_baseline["none"]["ece"][1].test == want
+
+
+def test_what_cannot_be_tested_has_a_sign_of_its_own(groups):
+    """AUROC of runs without errors in some resample is not finite: unmarked would read as worse."""
+    result = compare_runs(groups, measures=["auroc", "ece"], resamples=8, baseline=["method=cross_entropy"])
+    i = next(i for i in range(3) if i != result.best["none"]["auroc"])
+    broken = result.against_best["none"]["auroc"][i]._replace(adjusted=np.nan)
+    for which in (result.against_best, result.against_baseline):
+        which["none"]["auroc"] = [broken if k == i else judged for k, judged in enumerate(which["none"]["auroc"])]
+    assert result.is_untested("none", "auroc", i) and not result.is_among_best("none", "auroc", i)
+    text = result.table("none").render("text")
+    (row,) = [line for line in text.splitlines() if line.startswith(f"{result.groups[i].method} ") and " none " in line]
+    assert " ? " in row and "?: not tested" in text
+    rows = list(csv.DictReader(io.StringIO(result.table(csv=True).render("csv"))))
+    assert rows[i]["auroc_mark"] == "untested" and rows[i]["auroc_p"] == "" and float(rows[i]["auroc"]) > 0
+    if i != result.baseline:
+        assert " ?" in result.difference_table().render("text")
+    else:
+        assert "?" not in compare_runs(groups, measures=["ece"], resamples=4).table("none").render("text")
+
+
 def test_what_makes_groups_less_comparable_is_said(tmp_path):
     write_run(tmp_path / "a", ["method=focal"], device="cuda")
     data = {"name": "digits", "fingerprint": "00000000", "train": 90, "meta": 5, "val": 9, "test": 9}
     write_run(tmp_path / "b", ["method=brier", "data.split_seed=3"], data=data, versions={"metacal": "0.2"})
     said = " ".join(compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4).warnings())
-    for text in ("training images: 95, 100", "data.split_seed", "different devices (cpu, cuda)", "different versions"):
+    for text in (
+        "training images: 100 (focal, split_seed=0); 95 (brier, split_seed=3)",
+        "data.split_seed",
+        "different device (cpu, cuda)",
+        "different versions",
+    ):
         assert text in said
 
 
@@ -197,6 +285,13 @@ def test_csv_stands_alone(result):
     i = index(result, first["method"])
     assert float(first["ece"]) == pytest.approx(result.results["none"]["ece"][i].mean)
     assert (first["scaling"], first["split"], first["seeds"]) == ("none", "test", "0, 1, 2")
+    marks = {name: [row[f"{name}_mark"] for row in rows] for name in ("accuracy", "ece", "nll")}
+    assert all(m[:3].count("best") == m[3:].count("best") == 1 for m in marks.values())
+    assert {m for ms in marks.values() for m in ms} == {"best", "as_good", "worse"}
+    assert all((row["nll_p"] == "") == (row["nll_mark"] == "best") for row in rows)
+    assert all(float(row["nll_p"]) < 0.05 for row in rows if row["nll_mark"] == "worse")
+    judged = result.against_baseline["none"]["nll"][index(result, "focal")]
+    assert float(rows[index(result, "focal")]["nll_p_baseline"]) == judged.adjusted
     assert first["runs"].count("seed") == 3 and "metacal train" in first["commands"] and "torch" in first["versions"]
 
 
@@ -247,14 +342,21 @@ def test_page_is_self_contained_and_says_what_the_table_says(result):
 # ------------------------------------------------------------------------------------------------ figures
 
 
+def legend_of(figure):
+    (legend,) = figure.legends
+    return [" ".join(t.get_text().split()) for t in legend.get_texts()]
+
+
 def test_figures_show_the_numbers_of_the_table(result):
     figures = {name: figure for name, _, figure in figures_of(result)}
     assert list(figures) == ["Reliability", "Accuracy and ECE", "Risk and coverage", "Training"]
     i = index(result, "focal")
     for ax, scaling in zip(figures["Reliability"].axes, ("none", "temperature")):
         values = result.results[scaling]["ece"][i].values
-        texts = [t.get_text() for t in ax.get_legend().get_texts()]
-        assert f"focal: ECE {values.mean():.4f} ± {values.std(ddof=1):.4f}" in texts
+        (text,) = [t for t in legend_of(figures["Reliability"]) if t.startswith("focal ")]
+        place = 0 if scaling == "none" else 1
+        assert text.removeprefix("focal ").split(" | ")[place] == f"{values.mean():.4f} ± {values.std(ddof=1):.4f}"
+        assert ax.get_title() and ax.get_legend() is None
     # A reliability line ends within its band, which holds every seed.
     assert len(figures["Reliability"].axes[0].collections) == 2 * 3
 
@@ -287,6 +389,47 @@ def test_training_curves_have_the_mean_and_the_band_of_the_seeds(groups):
     assert training_curves({g.label: g.runs for g in groups}, {"val/nothing": ""}) is None
 
 
+def test_training_curves_are_of_nll_and_ece_where_runs_measured_them(tmp_path, groups):
+    runs = {g.label: g.runs for g in groups}
+    curves, said = curves_of(runs)
+    assert list(curves) == ["train/loss", "val/nll", "val/ece", "val/accuracy"] and "each method's own" in said
+    write_run(tmp_path / "a", ["method=focal"], train_measures=True)
+    new = {g.label: g.runs for g in groups_of(tmp_path)}
+    curves, said = curves_of(new)
+    assert "train/loss" not in curves and "measured at every validation" in said
+    titles = [ax.get_title(loc="left") or ax.get_title() for ax in training_curves(new, curves).axes]
+    assert titles == ["training NLL", "val NLL", "training ECE", "val ECE"]  # of val/accuracy these runs have none
+    assert curves_of(runs | {"new": new["focal"]})[1].endswith("3 of 4 groups lack them.")
+    assert "each method's own" in {n: c for n, c, _ in figures_of(compare_runs(groups, resamples=4))}["Training"]
+
+
+def test_figures_of_31_groups_have_readable_axes(tmp_path):
+    """Those of the study `baselines`, among them other optimizers and long labels: nothing collapses or overlaps."""
+    spec = OmegaConf.to_container(OmegaConf.load(config_dir() / "study" / "baselines.yaml"))
+    for i, (label, group) in enumerate(spec["groups"].items()):
+        write_run(tmp_path / label, group["words"], sharpness=1 + i / 20, n=60)
+    groups = groups_of(tmp_path)
+    assert len(groups) == 31 and max(len(g.short) for g in groups) <= 60
+    lr = [g.label for g in groups if "optimizer.lr" in g.differs]
+    assert all("bulk_sgd" in label for label in lr) and len(lr) == 1
+    result = compare_runs(groups, measures=["accuracy", "ece"], resamples=4, baseline=["method=mmce"])
+    best = result.groups[result.best["none"]["ece"]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, caption, figure in figures_of(result):
+            assert "In colour: the 5 best by ECE, the baseline, and one group each of cross_entropy" in caption
+            figure.draw_without_rendering()
+            texts = legend_of(figure)
+            assert len(texts) <= 11 and texts[-1].endswith(" others"), name
+            assert any(t.startswith(best.short) for t in texts) and any(t.startswith("mmce") for t in texts)
+            legend = figure.legends[0].get_window_extent()
+            assert legend.x1 <= figure.bbox.width and legend.y0 >= 0
+            for ax in figure.axes:
+                box = ax.get_window_extent()
+                assert box.height / figure.dpi >= 2.0 and box.width / figure.dpi >= 3.0, (name, box)
+                assert box.x1 <= legend.x0, name
+
+
 def test_many_groups_and_single_seeds_can_be_drawn(groups):
     p = load_predictions(groups[0].runs[0], "test", "none")
     many = {f"method {i}": [p] for i in range(25)}
@@ -294,9 +437,13 @@ def test_many_groups_and_single_seeds_can_be_drawn(groups):
     styles = {(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines[1:]}
     assert len(styles) == 25
     figure.draw_without_rendering()
-    legend = figure.axes[0].get_legend().get_window_extent()
+    legend = figure.legends[0].get_window_extent()
+    assert figure.axes[0].get_window_extent().height / figure.dpi >= 3.5
     assert legend.y0 >= 0 and legend.x0 >= 0 and legend.x1 <= figure.bbox.width
     values = {label: (np.array([0.9]), np.array([0.1])) for label in many}
-    assert len(accuracy_ece_plane(values).axes[0].get_legend().get_texts()) == 25
+    assert len(legend_of(accuracy_ece_plane(values))) == 25
+    assert len(legend_of(accuracy_ece_plane(values, highlight=["method 3"]))) == 2
+    with pytest.raises(InputError, match="highlight must name groups, method x are none"):
+        risk_coverage(many, highlight=["method x"])
     with pytest.raises(InputError):
         risk_coverage({})

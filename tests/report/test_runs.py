@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from reference.run_folders import made_up, write_run
 
+from metacal.compose import compose, config_dir
 from metacal.errors import InputError
-from metacal.report.runs import equal_settings, find_runs, group_runs, load_runs, require_same_samples, show_value
+from metacal.report.caveats import unequal_conditions, unequal_data, unequal_times
+from metacal.report.runs import find_runs, group_runs, load_runs, require_same_samples
+from metacal.report.settings import defaults_of, equal_settings, flat_settings, short_names, show_value
 
 
 def groups_of(*words):
@@ -25,6 +29,15 @@ def test_folders_of_folders_and_globs_name_every_run_once(tmp_path):
     assert find_runs([f"{tmp_path}/**/seed0"]) == paths
 
 
+def test_patterns_match_names_with_brackets(tmp_path):
+    """As a pattern `[1,2]` is one character; where that matches nothing the brackets are meant as they stand."""
+    paths = [write_run(tmp_path / f"mlp,model.hidden=[{i},2]" / "seed0", seed=i) for i in (1, 3)]
+    assert find_runs([f"{tmp_path}/*hidden=[1,2]/seed*"]) == paths[:1]
+    assert find_runs([f"{tmp_path}/*hidden=[[][13],2]/seed*"]) == paths
+    with pytest.raises(InputError, match="matches nothing"):
+        find_runs([f"{tmp_path}/*hidden=[7,2]/seed*"])
+
+
 def test_words_that_name_no_run_are_refused(tmp_path):
     with pytest.raises(InputError, match="nowhere does not exist and matches nothing"):
         find_runs(["nowhere"])
@@ -33,10 +46,19 @@ def test_words_that_name_no_run_are_refused(tmp_path):
 
 
 def test_runs_that_differ_by_seed_and_bookkeeping_are_one_group(tmp_path):
-    write_run(tmp_path / "a", ["method=focal", "threads=1", "monitor=off", "data.workers=0"], 1)
-    write_run(tmp_path / "b", ["method=focal", "name=other", "keep_every=2", "checkpoint_every=0.5"], 0)
+    write_run(tmp_path / "a", ["method=focal", "threads=1", "monitor=full", "data.workers=0"], 1)
+    own = ["name=other", "keep_every=2", "checkpoint_every=0.5", "monitor.resamples=0", "monitor.histograms=false"]
+    write_run(tmp_path / "b", ["method=focal", *own], 0)
     (group,) = groups_of(tmp_path)
     assert group.seeds == (0, 1) and group.label == "focal" and not group.differs
+    (said,) = unequal_times([group])
+    assert "threads (1, null)" in said and "monitor.every (0, 50)" in said and "resamples" not in said
+
+
+def test_how_often_val_is_measured_decides_which_epoch_is_selected(tmp_path):
+    write_run(tmp_path / "a", ["method=focal"], 0)
+    write_run(tmp_path / "b", ["method=focal", "monitor.val_every=5"], 0)
+    assert [g.label for g in groups_of(tmp_path)] == ["focal, monitor.val_every=1", "focal, monitor.val_every=5"]
 
 
 def test_what_differs_is_told_where_it_says_something(tmp_path):
@@ -59,6 +81,123 @@ def test_what_differs_is_told_where_it_says_something(tmp_path):
     ]
     equal = equal_settings(groups_of(tmp_path), main=False)
     assert equal["model.name"] == "mlp" and "optimizer.lr" not in equal and "gamma.value" not in equal
+
+
+def test_unequal_conditions_between_methods_are_told(tmp_path):
+    """What differs between methods and not within one is a column and a warning, too."""
+    write_run(tmp_path / "ce", ["method=cross_entropy", "optimizer.lr=0.01", "epochs=5"])
+    write_run(tmp_path / "net", ["method=gamma_net", "epochs=200", "model=cnn", "data.flip=true", "meta.lr=0.5"])
+    ce, net = groups_of(tmp_path)
+    want = {"epochs": 5, "model.name": "mlp", "optimizer.lr": 0.01, "data.flip": False}
+    assert {key: ce.differs[key] for key in want} == want and "meta.lr" not in ce.differs
+    want = {"epochs": 200, "model.name": "cnn", "optimizer.lr": 0.1, "data.flip": True, "meta.lr": 0.5}
+    assert net.differs == want
+    said = unequal_conditions([ce, net])
+    assert [line.split(":")[0] for line in said] == [
+        "Not the same epochs", "Not the same model", "Not the same augmentation (data.flip)"
+    ]  # fmt: skip
+    assert said[1] == f"Not the same model: mlp ({ce.short}); cnn ({net.short})."
+
+
+def test_a_method_names_what_its_yaml_sets_and_no_more(tmp_path):
+    """mixup is mixup by its YAML; cross-entropy with mixup is not, nor a focal loss with another gamma."""
+    write_run(tmp_path / "a", ["method=mixup"])
+    write_run(tmp_path / "b", ["method=focal", "gamma.value=5"])
+    write_run(tmp_path / "c", ["method=cross_entropy"])
+    labels = [g.label for g in groups_of(tmp_path)]
+    assert labels == ["mixup", "focal, gamma.value=5", "cross_entropy"]
+    assert unequal_conditions(groups_of(tmp_path)) == []
+    write_run(tmp_path / "d", ["method=dual_focal", "data.mixup=0.4"])
+    *_, last = groups_of(tmp_path)
+    assert last.label == "dual_focal, data.mixup=0.4"
+    assert "0.4 (dual_focal, mixup=0.4)" in unequal_conditions(groups_of(tmp_path))[0]
+    # One gamma in all groups is no column, but is said with what is equal where it is not what the names promise.
+    assert equal_settings(groups_of(tmp_path / "b"))["gamma.value"] == 5
+    assert "gamma.value" not in equal_settings(groups_of(tmp_path / "c"))
+
+
+def test_a_choice_names_what_its_yaml_sets_and_no_more(tmp_path):
+    write_run(tmp_path / "a", ["method=focal"])
+    write_run(tmp_path / "b", ["method=brier"])
+    write_run(tmp_path / "c", ["method=mmce"])
+    write_run(tmp_path / "d", ["method=focal", "optimizer=muon"])
+    write_run(tmp_path / "e", ["method=focal", "optimizer=sam", "optimizer.momentum=0.8"])
+    groups = groups_of(tmp_path)
+    assert [dict(g.differs) for g in groups[2:]] == [
+        {"optimizer.name": "sgd"},
+        {"optimizer.name": "muon"},
+        {"optimizer.name": "sam", "optimizer.momentum": 0.8},
+    ]
+    assert [g.short for g in groups] == ["focal", "brier", "mmce", "focal, muon", "focal, sam, momentum=0.8"]
+    assert "muon (focal, muon)" in unequal_conditions(groups)[0]
+
+
+@pytest.mark.parametrize(("part", "option"), [("method", "mixup"), ("optimizer", "gd"), ("model", "cnn")])
+def test_defaults_are_those_of_the_composition(part, option):
+    want = flat_settings(asdict(compose([f"{part}={option}"])))
+    found = defaults_of(part, option)
+    assert all(found[key] == value for key, value in want.items() if part in ("method", key.split(".")[0]))
+    assert found.get("epochs") == want["epochs"] and defaults_of(part, "none such") is None
+
+
+@pytest.mark.slow
+def test_defaults_of_every_choice_are_those_of_the_composition():
+    for part in ("method", "optimizer", "model", "schedule"):
+        for file in (config_dir() / part).glob("*.yaml"):
+            test_defaults_are_those_of_the_composition(part, file.stem)
+
+
+def test_short_names_are_distinct():
+    told = [{"optimizer.lr": 0.1}, {"optimizer.lr": 0.1}, {"optimizer.lr": 0.1}, {"optimizer.lr": 0.2}]
+    assert short_names("abca", told) == ["a", "b", "c", "a, lr=0.2"]
+    told = [{"meta.every": 2, "optimizer.every": 1}, {"optimizer.every": 2}]
+    assert short_names("ab", told) == ["a, meta.every=2, optimizer.every=1", "b, optimizer.every=2"]
+
+
+def data_of(train: str | None, val: str = "v", **more):
+    """Of a summary; without fingerprints of train if there are none."""
+    found = {"name": "npz", "fingerprint": "00000000", "train": 100, "meta": 0, "val": 9, "test": 9} | more
+    return found | ({} if train is None else {"fingerprints": {"train": train, "meta": None, "val": val}})
+
+
+def test_runs_that_trained_on_other_images_are_other_groups(tmp_path):
+    words = ["method=focal"]
+    write_run(tmp_path / "a0", words, 0, data=data_of("aaaaaaaaaa"))
+    write_run(tmp_path / "a1", words, 1, data=data_of(None))  # an older run goes with the first
+    write_run(tmp_path / "b0", words, 0, data=data_of("bbbbbbbbbb"))
+    write_run(tmp_path / "b1", words, 1, data=data_of("bbbbbbbbbb"))
+    write_run(tmp_path / "twin", words, 0, data=data_of("bbbbbbbbbb"))
+    runs, left_out = load_runs(find_runs([tmp_path]))
+    # a1 knows nothing of its images: b1 might be the same run.
+    assert [left.path.name for left in left_out] == ["b1", "twin"]
+    a, b = group_runs(runs)
+    assert (a.seeds, b.seeds) == ((0, 1), (0,))
+    assert a.label == "focal, data.fingerprints.train=aaaaaaaa" and b.differs["data.fingerprints.train"] == "bbbbbbbb"
+    (said,) = [line for line in unequal_data([a, b]) if "under one configuration" in line]
+    assert said.startswith("Not the same training images") and "/a0, " in said and "/b0" in said
+
+
+def test_other_images_between_methods_are_told_and_splits_of_each_seed_are_not(tmp_path):
+    write_run(tmp_path / "a", ["method=focal"], data=data_of("a", "v"))
+    write_run(tmp_path / "b", ["method=brier"], data=data_of("a", "w"))
+    (said,) = unequal_data(groups_of(tmp_path))
+    assert said.startswith("Not the same val images under one configuration")
+    for seed in range(2):
+        for method in ("focal", "brier"):
+            own = [f"method={method}", "data.split_seed=null"]
+            write_run(tmp_path / "own" / method / str(seed), own, seed, data=data_of(f"t{seed}", f"v{seed}"))
+    groups = groups_of(tmp_path / "own")
+    assert [g.seeds for g in groups] == [(0, 1), (0, 1)] and unequal_data(groups) == []
+
+
+def test_other_val_sets_are_refused_by_name_where_val_is_compared(tmp_path):
+    write_run(tmp_path / "a", ["method=focal"], data=data_of("a", "vvvvvvvvvv"))
+    write_run(tmp_path / "b", ["method=brier"], data=data_of("a", "wwwwwwwwww"))
+    write_run(tmp_path / "c", ["method=mmce"], data=data_of(None))
+    require_same_samples(groups_of(tmp_path))
+    with pytest.raises(InputError, match=r"2 different val sets .* npz vvvvvvvv \(9 images\) of 1 run such as .*/a; "):
+        require_same_samples(groups_of(tmp_path), "val")
+    require_same_samples(groups_of(tmp_path / "b", tmp_path / "c"), "val")
 
 
 def test_a_config_without_newer_keys_has_their_defaults(tmp_path):
@@ -130,6 +269,8 @@ def test_times_and_versions(tmp_path):
     (run,), _ = load_runs([write_run(tmp_path / "a", seed=3)])
     assert run.minutes == pytest.approx(63 / 60) and run.step_ms == pytest.approx(2100)
     assert run.versions == "metacal 0.1.0, torch 2.0"
+    (paused,), _ = load_runs([write_run(tmp_path / "b", seed=3, step_ms=[20.0, 9000.0, 30.0])])
+    assert paused.step_ms == 30.0
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     del summary["time/train_s"], summary["versions"]
     (tmp_path / "a" / "summary.json").write_text(json.dumps(summary))

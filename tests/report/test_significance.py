@@ -19,6 +19,7 @@ from metacal.report.significance import (
     difference,
     draw_counts,
     holm,
+    moderated,
     sample,
     sample_one,
     stack,
@@ -183,6 +184,105 @@ def test_holm():
     assert holm([]) == [] and holm([0.7, 0.8]) == [1.0, 1.0]
     first, second = holm([math.nan, 0.02])
     assert math.isnan(first) and second == 0.02
+
+
+# ------------------------------------------------------------------------------------------------ many methods
+
+
+def test_moderated_variances_lie_between_a_method_s_own_and_that_of_all():
+    """Against the residuals of the layout by least squares, and Smyth's formulas with scipy's distributions."""
+    g = np.random.default_rng(3)
+    y = g.normal(size=(12, 3)) * np.exp(0.5 * g.normal(size=(12, 1))) + g.normal(size=3) * 5
+    design = np.hstack([np.kron(np.eye(12), np.ones((3, 1))), np.kron(np.ones((12, 1)), np.eye(3))])
+    residuals = (y.ravel() - design @ np.linalg.lstsq(design, y.ravel(), rcond=None)[0]).reshape(12, 3)
+    own = (residuals**2).sum(1) / 2 * 12 / 11
+    assert own.mean() == pytest.approx((residuals**2).sum() / (2 * 11))  # of all, with its (S - 1)(G - 1)
+    found = moderated(y)
+    assert found.df == pytest.approx(found.prior_df + 2)
+    prior = (found.variances * (found.prior_df + 2) - 2 * own) / found.prior_df
+    np.testing.assert_allclose(prior, prior[0])
+    # The logarithm of s_g² / s0² is distributed as that of an F with S - 1 and d0 degrees of freedom.
+    log_f = np.log(stats.f(2, found.prior_df).rvs(400_000, random_state=0)).mean()
+    assert np.log(own).mean() - math.log(prior[0]) == pytest.approx(log_f, abs=0.01)
+    shifted = moderated(y * 3 + np.arange(12)[:, None] + np.array([5.0, -1.0, 2.0]))
+    np.testing.assert_allclose(shifted.variances, 9 * found.variances)
+    assert shifted.df == pytest.approx(found.df)
+
+
+def test_the_more_alike_the_variances_the_more_degrees_of_freedom():
+    g = np.random.default_rng(0)
+    df = [moderated(g.normal(size=(200, 3)) * np.exp(s * g.normal(size=(200, 1)))).df for s in (0.0, 0.5, 2.0)]
+    assert df[0] > 9 and df[0] > df[1] > df[2] and 2 < df[2] < 4
+    same = moderated(np.tile([1.0, 2.0, 3.0], (9, 1)))
+    assert (same.variances == 0).all() and same.df == 16
+    still = moderated(np.vstack([g.normal(size=(9, 3)), np.ones((1, 3))]))
+    assert np.isfinite(still.variances).all() and still.variances[-1] > 0
+    for bad, message in ((np.zeros((2, 3)), "at least 3 methods"), (np.full((4, 3), np.nan), "must be finite")):
+        with pytest.raises(InputError, match=message):
+            moderated(bad)
+
+
+def many_nulls(experiments: int, g: int, s: int, spread: float = 0.0, first: float = 1.0) -> dict[str, float]:
+    """Equal methods on normal values with seed effects; standard deviations exp(spread · normal), of the first `first`.
+
+    How often some of the g - 1 others is found to differ from the first at 5 % after Holm, the rate of single
+    tests at 5 %, and how often the truly best (any given one) loses its mark to the best of the data.
+    """
+    r = np.random.default_rng(0)
+    family = single = lost = 0.0
+    none = np.zeros((s, 2))
+    for _ in range(experiments):
+        deviation = np.exp(spread * r.normal(size=(g, 1)))
+        deviation[0] *= first
+        values = r.normal(size=(g, s)) * deviation + r.normal(size=s)
+        m = moderated(values)
+
+        def p(i: int, j: int, values=values, m=m) -> float:
+            known = (m.variances[i], m.variances[j], m.df)
+            return difference(Sampled(values[i], none), Sampled(values[j], none), seed_variance=known).p_value
+
+        found = [p(i, 0) for i in range(1, g)]
+        single += np.mean([x < 0.05 for x in found])
+        family += min(holm(found)) < 0.05
+        best = int(values.mean(1).argmin())
+        others = [i for i in range(g) if i != best]
+        lost += best != 0 and holm([p(i, best) for i in others])[others.index(0)] < 0.05
+    return {"family": family / experiments, "single": single / experiments, "lost": lost / experiments}
+
+
+@pytest.mark.parametrize(("g", "s"), [(8, 3), (31, 3)])
+def test_many_equal_methods_are_rarely_told_apart(g, s):
+    """100 experiments: with a rate of 5 %, more than 12 have a probability of 0.001."""
+    rates = many_nulls(100, g, s)
+    assert rates["family"] <= 0.12 and rates["single"] <= 0.07 and rates["lost"] <= 0.12, rates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("g", "s"), [(8, 3), (31, 3)])
+@pytest.mark.parametrize(("spread", "first"), [(0.0, 1.0), (0.35, 1.0), (0.7, 1.0), (0.0, 3.0)])
+def test_family_error_of_many_methods(g, s, spread, first):
+    """1,000 experiments; a first method with three times the others' deviation makes single tests bold, not families
+    by much.
+    """
+    rates = many_nulls(1000, g, s, spread, first)
+    print(g, s, spread, first, rates)
+    assert rates["family"] <= (0.072 if first == 1 else 0.11), rates
+    assert rates["single"] <= (0.075 if first == 1 else 0.2), rates
+
+
+def test_many_methods_lend_power():
+    """A difference of four standard errors over three seeds, one of 31: lost with two degrees of freedom."""
+    r = np.random.default_rng(0)
+    found = {"own": 0, "moderated": 0}
+    none = np.zeros((3, 2))
+    for _ in range(50):
+        values = r.normal(size=(31, 3))
+        values[1] += 6 * math.sqrt(2 / 3)
+        m = moderated(values)
+        a, b = Sampled(values[1], none), Sampled(values[0], none)
+        found["own"] += difference(a, b).p_value < 0.05 / 30
+        found["moderated"] += difference(a, b, seed_variance=(m.variances[1], m.variances[0], m.df)).p_value < 0.05 / 30
+    assert found["moderated"] > 25 > 3 * found["own"], found
 
 
 # ------------------------------------------------------------------------------------------------ error rates

@@ -1,0 +1,145 @@
+"""What a reader of a comparison must know: how it was tested, and what beside the method differs between its rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from metacal.report.runs import Group, Run
+from metacal.report.settings import show_value
+
+__all__ = ["test_note", "unequal_conditions", "unequal_data", "unequal_times"]
+
+_NAMED = 3  # groups that are named with a value, before "and 9 more"
+
+
+def test_note(groups: Sequence[Group], alpha: float, resamples: int, moderated: bool, scaled: bool) -> str:
+    """The test behind the marks, in full."""
+    m = len(groups) - 1
+    comparisons = f"{m} comparison{'s' * (m > 1)}"
+    text = (
+        "Marked (bold, in plain text *): the best of its column and scaling, and all that do not differ from it "
+        f"at {alpha * 100:g} % (two-sided, Holm-adjusted over the {comparisons} with it). Test: "
+    )
+    single = [g for g in groups if len(g.runs) == 1]
+    if len(single) < len(groups):
+        text += (
+            "difference of the means over seeds, paired over seeds where these are the same and over test samples; "
+            "its variance is that over seeds, plus what the shared test samples add "
+            f"({resamples} joint resamples); Cochran–Cox t quantiles."
+        )
+        if moderated:
+            text += (
+                " The variance over seeds of a method is moderated by those of all methods with its seeds (residuals "
+                "of method + seed, Smyth's prior, cautiously fitted): methods whose seeds scatter far more than the "
+                "others' are judged a little too boldly."
+            )
+    else:
+        text += f"paired over test samples ({resamples} joint resamples)."
+    if single:
+        who = "All methods" if len(single) == len(groups) else ", ".join(g.short for g in single)
+        have = "have" if len(single) > 1 else "has"
+        text += f" {who} {have} one run: comparisons with it speak of these runs only, not of what another seed gives."
+    own = all(run.config.get("data.split_seed", 0) is None for g in groups for run in g.runs)
+    text += " It takes as given " + ("the test images' source" if own else "the one split of the images")
+    return text + (" and each run's one fitted temperature." if scaled else ".")
+
+
+def unequal_conditions(groups: Sequence[Group]) -> list[str]:
+    """Of training: epochs, model, optimizer, augmentation, and the number of labelled images, with who has what."""
+
+    def model(g: Group) -> str:
+        own = [f"{k.split('.', 1)[1]}={show_value(v)}" for k, v in g.differs.items() if k.startswith("model.")]
+        return " ".join([str(g.config.get("model.name")), *(word for word in own if not word.startswith("name="))])
+
+    def value(key: str) -> Callable[[Group], Any]:
+        return lambda g: g.config.get(key)
+
+    told = {key for g in groups for key in g.differs}
+    out = [
+        _unequal("epochs", groups, value("epochs")),
+        _unequal("model", groups, model),
+        _unequal("optimizer", groups, value("optimizer.name")),
+        _unequal("augmentation (data.crop_padding)", groups, value("data.crop_padding")),
+        _unequal("augmentation (data.flip)", groups, value("data.flip")),
+    ]
+    if "data.mixup" in told:  # elsewhere it is a method's own
+        out.append(_unequal("augmentation (data.mixup)", groups, value("data.mixup")))
+    out.append(_unequal("number of labelled training images", groups, _labelled))
+    return [line for line in out if line]
+
+
+def unequal_data(groups: Sequence[Group]) -> list[str]:
+    """Seeds, splits, and training or val images that differ under one configuration of the data."""
+    out = []
+    if len({g.seeds for g in groups}) > 1 and any(len(g.runs) > 1 for g in groups):
+        out.append("Not all methods have the same seeds: where they differ, seeds are taken as independent.")
+    runs = [run for g in groups for run in g.runs]
+    if len({run.config.get("data.split_seed") for run in runs}) > 1:
+        out.append("Not the same splits of training and val (data.split_seed): test is the same.")
+    for splits, what in ((("train", "meta"), "training"), (("val",), "val")):
+        sets: dict[str, dict[str, Run]] = {}
+        for run in runs:
+            prints = run.fingerprints
+            if prints:
+                found = json.dumps([prints.get(split) for split in splits])
+                sets.setdefault(_data_key(run), {}).setdefault(found, run)
+        for different in sets.values():
+            if len(different) > 1:
+                named = ", ".join(str(run.path) for run in different.values())
+                out.append(f"Not the same {what} images under one configuration of the data: {named}.")
+    return out
+
+
+def unequal_times(groups: Sequence[Group]) -> list[str]:
+    """Devices, threads, monitors and versions, on which times depend."""
+    runs = [run for g in groups for run in g.runs]
+    found = {"device": sorted({str(run.summary.get("device")) for run in runs})}
+    for key in sorted({key for run in runs for key in run.watching}):
+        # Bins and resamples are counted outside the steps.
+        if key == "threads" or (key.startswith("monitor.") and key not in ("monitor.n_bins", "monitor.resamples")):
+            found[key] = sorted({show_value(run.watching.get(key)) for run in runs})
+    found["monitor.val_every"] = sorted({show_value(run.config.get("monitor.val_every")) for run in runs})
+    differ = [f"{key} ({', '.join(values)})" for key, values in found.items() if len(values) > 1]
+    out = [f"Times and step costs were not taken alike: different {', '.join(differ)}."] if differ else []
+    if len({run.versions for run in runs}) > 1:
+        out.append("The runs were made by different versions, listed with them.")
+    return out
+
+
+def _unequal(what: str, groups: Sequence[Group], value: Callable[[Group], Any]) -> str:
+    """`Not the same epochs: 5 (cross_entropy); 200 (gamma_net).`; empty if there is one value."""
+    who: dict[str, list[str]] = {}
+    for g in groups:
+        who.setdefault(show_value(value(g)), []).append(g.short)
+    if len(who) < 2:
+        return ""
+
+    def some(names: list[str]) -> str:
+        more = len(names) - _NAMED
+        return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+    return f"Not the same {what}: " + "; ".join(f"{text} ({some(names)})" for text, names in who.items()) + "."
+
+
+def _labelled(g: Group) -> str:
+    """Numbers of training and meta images together, of the runs of a group."""
+
+    def count(data: Mapping[str, Any]) -> int:
+        return (data.get("train") or 0) + (data.get("meta") or 0)
+
+    return ", ".join(map(str, sorted({count(run.summary["data"]) for run in g.runs})))
+
+
+def _data_key(run: Run) -> str:
+    """Runs with one key should have had the same images: its settings of the data, and whether it has a meta split."""
+    settings = {k: v for k, v in run.config.items() if k.startswith("data.") and k not in _NOT_OF_IMAGES}
+    seed = run.seed if run.config.get("data.split_seed", 0) is None else None
+    return json.dumps([settings, seed, bool(run.summary["data"].get("meta"))], sort_keys=True, default=str)
+
+
+_NOT_OF_IMAGES = {
+    f"data.{key}"
+    for key in ("batch_size", "meta_batch_size", "crop_padding", "flip", "mixup", "normalize", "mean", "std")
+}

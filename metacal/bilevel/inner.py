@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from metacal.bilevel.engines import Mark, Step, call
+from metacal.bilevel.penalty_report import PenaltyReport
 from metacal.bilevel.state import buffers_of, restore_buffers
 from metacal.bilevel.updates import Cotangents, clips, kept_gradients, total_norm, transposed_update
 from metacal.errors import InputError, require
@@ -215,7 +216,7 @@ class Inner:
         features: Tensor | None,
         count: int,
         epoch: float,
-        report: Report | None = None,
+        report: PenaltyReport | None = None,
         start: int = 0,
     ) -> Tensor:
         """The inner objective: the mean loss and the penalties that are due, each told to `report`.
@@ -254,7 +255,7 @@ class Inner:
                 self._observe(parts, epoch)
                 observe = False
         self.optimizer.zero_grad(set_to_none=True)
-        report = Report(self.engine.leaves(), self.details)
+        report = PenaltyReport(self.engine.leaves(), self.details)
         outputs: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         marks, loss, start = [], torch.zeros(()), 0
         for x_i, y_i in parts:
@@ -303,53 +304,6 @@ class Inner:
         logits, seen = (_joined([f[i] for f in found]) for i in (0, 2))
         x, y = (torch.cat([part[i] for part in parts]) for i in range(2))
         source.observe(seen, logits=logits, labels=y, inputs=x, epoch=epoch)
-
-
-class Report:
-    """The penalties of one gradient: their values, and for those in `details` share, gradient norm and time.
-
-    Weights are averages over steps, whatever `every` is. The time is that of the penalty's own forward and of a
-    backward pass for it alone, which for penalties on the logits is more than they add to the common one.
-    """
-
-    def __init__(self, leaves: Sequence[Tensor], details: set[str]) -> None:
-        self.leaves, self.details = leaves, set(details)
-        self.share = 1.0  # of the batch that the present part is
-        self.value: dict[str, Tensor] = {}
-        self.weighted: dict[str, Tensor] = {}
-        self.grads: dict[str, list[Tensor]] = {}
-        self.seconds: dict[str, float] = {}
-
-    @property
-    def reported(self) -> set[str]:
-        return self.details & set(self.value)
-
-    def add(self, name: str, value: Tensor, weight: float, began: float) -> None:
-        part = self.share * value.detach()
-        self.value[name] = part + self.value[name] if name in self.value else part
-        self.weighted[name] = weight * self.value[name]
-        if name not in self.details:
-            return
-        grads: list[Tensor] = []
-        if value.requires_grad:
-            found = torch.autograd.grad(value, self.leaves, retain_graph=True, allow_unused=True)
-            grads = [
-                weight * self.share * (torch.zeros_like(p) if g is None else g) for p, g in zip(self.leaves, found)
-            ]
-        if value.is_cuda:
-            torch.cuda.synchronize(value.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-        self.grads[name] = [a + b for a, b in zip(self.grads[name], grads)] if name in self.grads else grads
-
-    def values(self, loss: Tensor) -> dict[str, Tensor]:
-        """`penalty/<name>` unweighted, `…_share` of the objective, `…_grad_norm` weighted, `time/penalty_…_ms`."""
-        terms = {f"penalty/{name}": value for name, value in self.value.items()}
-        whole = loss.detach() + sum(self.weighted.values()) if self.weighted else loss
-        for name in self.reported:
-            terms[f"penalty/{name}_share"] = self.weighted[name] / whole
-            terms[f"penalty/{name}_grad_norm"] = total_norm(self.grads[name])
-            terms[f"time/penalty_{name}_ms"] = torch.tensor(1e3 * self.seconds[name], dtype=torch.float64)
-        return terms
 
 
 def non_finite(found: Mapping[str, float], names: Sequence[str]) -> str | None:

@@ -26,8 +26,8 @@ COLUMNS_OF_RUNS = (
     COLUMNS["ece"],
     Column("ece_scaled", "ECE, scaled", 2, percent=True, best="min"),
     Column("nll_scaled", "NLL, scaled", 4, best="min"),
-    Column("hessian_trace", "Tr H"),
-    Column("gn_sharpness", "λ(G)", 2),
+    Column("hessian_trace", "Tr H", 0),
+    Column("gn_sharpness", "λ(G)", 1),
     Column("minutes", "Minutes", 1),
 )
 
@@ -114,6 +114,6 @@ def _plane(optimizers: Sequence[str], numbers: Sequence[dict[str, Any]]) -> Figu
     for i, method in enumerate(methods):
         axes[1].plot([], [], "o", color=f"C{i % 10}", label=method)
     for i, optimizer in enumerate(optimizers):
-        axes[1].plot([], [], markers[i % len(markers)], color="grey", label=optimizer)
+        axes[1].plot([], [], markers[i % len(markers)], color="black", mfc="none", label=optimizer)
     axes[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

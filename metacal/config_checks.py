@@ -11,6 +11,9 @@ from metacal.errors import InputError, require, require_choice
 
 __all__ = ["validate"]
 
+BATCH_PENALTIES = ("confidence_gap", "dece", "mdca", "mmce", "mmce_weighted", "sece", "skce", "soft_ece")
+"""Penalties that are calibration errors of the batch, no means over samples."""
+
 WITH_GAMMA = ("focal", "dual_focal", "inverse_focal", "adafocal")
 """Losses that take a gamma."""
 
@@ -263,6 +266,13 @@ def _validate_combinations(config: Config) -> None:
         require(
             penalty.weight == 0 or penalty.batch is None or optimizer.name != "gd",
             f"penalties.{name}.batch={penalty.batch} does not go with optimizer=gd, whose batch is the whole set",
+        )
+    for name in BATCH_PENALTIES:
+        weight = getattr(config.penalties, name).weight
+        require(
+            weight == 0 or optimizer.name != "gd",
+            f"penalties.{name}.weight={weight} does not go with optimizer=gd, which takes the training set in parts: "
+            "the penalty is no mean over samples",
         )
     require(
         not (optimizer.name == "gd" and (config.data.flip or config.data.crop_padding)),

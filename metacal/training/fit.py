@@ -60,10 +60,20 @@ class Fit:
     _val: Predictions
     _train: Split | None
 
+    def __repr__(self) -> str:
+        nll = self.history[-1]["val/nll"] if self.history else float("nan")
+        for line in self.history:
+            if line["epoch"] == self.best_epoch:
+                nll = line["val/nll"]
+        return (
+            f"Fit(method={self.config.method}, best epoch {self.best_epoch} of {self.config.epochs}, "
+            f"val NLL {nll:.4f}, temperature {self.scaling.temperature:.3f})"
+        )
+
     @torch.no_grad()
     def predict_proba(self, x: Tensor, scaled: bool = True) -> Tensor:
         """Class probabilities (N, K) of inputs (N, ...), after temperature scaling unless `scaled=False`."""
-        x = x.to(next(self.model.parameters()).device)
+        x = torch.as_tensor(x).to(next(self.model.parameters()).device)
         if x.dtype == torch.uint8 and self._train is not None and self._train.transform is not None:
             x = self._train.transform(x[:, None] if x.ndim == 3 else x)  # grey images, as `fit` takes them
         logits, _ = self.backbone.eval()(x)
@@ -113,14 +123,20 @@ def fit(
             torch.optim or one of metacal.optim); else the configured one.
         pixels: (mean, std) per channel, when inputs are (pixel - mean) / std with pixels in [0, 1]: what penalties that
             perturb images need to know. uint8 images bring it with them.
-        overrides: keys of the optimizer, schedule, loss, gamma, meta problem, monitors and precision, as on the command
-            line: ``["optimizer.lr=0.05", "meta.engine=difference"]``.
+        overrides: keys of the optimizer, schedule, loss, gamma, penalties, meta problem, monitors and precision, as on
+            the command line: ``["optimizer=sam", "optimizer.lr=0.05", "penalties.mbls.weight=0.1"]``.
         run_dir: a folder for checkpoints, metrics.jsonl and TensorBoard's file; None writes nothing.
 
     Raises:
         InputError: for input that cannot be used, before training.
         RunError: for a loss, gradient or hypergradient that is not finite.
     """
+    require(not isinstance(overrides, str), f"overrides must be a list of words, got the string {overrides!r}")
+    require(
+        optimizer is None or isinstance(optimizer, torch.optim.Optimizer),
+        f"optimizer must be a torch.optim.Optimizer over the model's parameters, got {optimizer!r}; one of metacal's "
+        "own by name: overrides=['optimizer=adam']",
+    )
     for word in overrides:
         key = word.lstrip("+~").split("=", 1)[0]
         require(
@@ -130,6 +146,10 @@ def fit(
         require(
             key.split(".")[0] not in _OUT_OF_REACH or key == "data.meta_batch_size",
             f"overrides cannot hold {key}: metacal.fit takes the model, the data and where to write as arguments",
+        )
+        require(
+            key not in ("epochs", "seed", "method", "device"),
+            f"overrides cannot hold {key}: it is an argument of metacal.fit",
         )
     words = [f"method={method}", f"seed={seed}", f"data.batch_size={batch_size}", *overrides]
     if epochs is not None:

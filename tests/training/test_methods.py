@@ -12,6 +12,7 @@ import torch
 
 import metacal
 from metacal import config_checks
+from metacal.calibration.surrogates import BATCH_PENALTIES
 from metacal.compose import compose, config_dir
 from metacal.config import PenaltiesConfig
 from metacal.errors import InputError
@@ -183,6 +184,7 @@ def test_gradient_descent_takes_the_whole_set_in_parts_of_any_size(method: str) 
         (["loss.learn_smoothing=scalar"], "needs loss.name=label_smoothing"),
         (["optimizer=adamw", "optimizer.momentum=0.5"], "optimizer.momentum=0.5 is no setting of adamw"),
         (["optimizer=sgd", "optimizer.rho=0.3"], "optimizer.rho=0.3 is no setting of sgd"),
+        (["optimizer=gd", "penalties.mmce.weight=1"], "penalties.mmce.weight=1.0 does not go with optimizer=gd"),
         (["optimizer=gd", "data.flip=true"], "optimizer=gd descends one function"),
         (["optimizer=gd", "data.mixup=0.2"], "does not go with optimizer=gd"),
     ],
@@ -198,6 +200,7 @@ def test_the_schema_knows_every_part_by_its_name() -> None:
         options = set(vars(getattr(PenaltiesConfig(), f.name))) - {"weight", "every", "ramp"}
         assert options <= set(inspect.signature(PENALTIES[f.name]).parameters), f.name
     assert set(config_checks.CHOICES["loss.name"]) == set(LOSSES)
+    assert set(config_checks.BATCH_PENALTIES) == set(BATCH_PENALTIES)
     assert {*config_checks.WITH_GAMMA, "label_smoothing"} == set(TAKES_GAMMA)
     assert config_checks.CHOICES["optimizer.name"] == OPTIMIZER_NAMES
 
@@ -237,6 +240,15 @@ def test_fit_knows_gradient_descent_and_refuses_settings_of_another_optimizer() 
     x, y = torch.rand(60, 3, 2, 2), torch.arange(60) % 3
     fit = metacal.fit(model, (x, y), method="focal", epochs=3, progress=False, overrides=["optimizer=gd"], batch_size=7)
     assert fit.history[-1]["step"] == 3
+    assert repr(fit).startswith("Fit(method=focal, best epoch ") and len(repr(fit)) < 100
+    assert torch.equal(fit.predict_proba(x[:5].numpy()), fit.predict_proba(x[:5]))
+    for keys, match in (
+        ({"optimizer": "adam"}, r"overrides=\['optimizer=adam'\]"),
+        ({"overrides": ["epochs=3"]}, "epochs: it is an argument of metacal.fit"),
+        ({"overrides": "optimizer.lr=0.05"}, "overrides must be a list of words"),
+    ):
+        with pytest.raises(InputError, match=match):
+            metacal.fit(model, (x, y), progress=False, **keys)
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InputError, match=r"cannot hold optimizer.lr beside an optimizer of your own"):
         metacal.fit(model, (x, y), epochs=1, progress=False, optimizer=own, overrides=["optimizer.lr=0.5"])

@@ -1,6 +1,6 @@
 """The cost of a training step of every method and optimizer, in plain cross-entropy steps under SGD.
 
-    python scripts/benchmarks/methods.py [--models mlp cnn resnet20] [--rounds 5] [--steps 4] [--threads 1]
+    python scripts/benchmarks/methods.py [--models mlp cnn resnet20] [--rounds 5] [--steps 4] [--threads 1] [--skip …]
 
 Each is set up as `metacal train` would, on images of CIFAR-10's shape, with batches of 128 and meta batches of 256.
 They take turns of `steps` steps, so that a busy moment of the machine hits all alike; a number is the median over the
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("wall", "process"), default="wall")
+    parser.add_argument("--skip", nargs="*", default=[], help="optimizers or methods to leave out, such as bulk_sgd")
     arguments = parser.parse_args()
 
     import torch
@@ -40,6 +41,9 @@ def main() -> None:
     for optimizer in ("adamw", "muon", "sam", "bulk_sgd"):
         contenders[f"cross_entropy, {optimizer}"] = ["method=cross_entropy", f"optimizer={optimizer}"]
         contenders[f"gamma_net, {optimizer}"] = ["method=gamma_net", f"optimizer={optimizer}"]
+
+    for word in arguments.skip:
+        contenders = {name: words for name, words in contenders.items() if word not in name.split(", ")}
 
     table: dict[str, list[str]] = {name: [] for name in contenders}
     for model in arguments.models:

@@ -20,10 +20,12 @@ from metacal.bilevel.engines import Mark, Step, call
 from metacal.bilevel.penalty_report import PenaltyReport
 from metacal.bilevel.state import buffers_of, restore_buffers
 from metacal.bilevel.updates import Cotangents, clips, kept_gradients, total_norm, transposed_update
+from metacal.curvature.problem import coupling_layer
 from metacal.errors import InputError, require
 from metacal.gamma import pool
 from metacal.mixing import mixed_loss
 from metacal.objective import Loss, Term
+from metacal.optim.sam import unchanged_buffers
 
 __all__ = ["Inner", "Kept", "Last", "Mix", "NonFiniteError", "check_batch", "non_finite", "read"]
 
@@ -131,15 +133,14 @@ class Inner:
         if perturbs:
             # SAM: the gradient that counts is that of a second pass, at parameters moved along the first one. The
             # running statistics are those of the pass at θ.
-            buffers = buffers_of(self.eager)
-            optimizer.perturb()
-            try:
-                _, _, passed = self._gradients(x, y, count, epoch, keep, observe=False)
-                if keep:
-                    self.engine.keep()
-            finally:
-                optimizer.restore()
-                restore_buffers(self.eager, buffers)
+            with unchanged_buffers(self.eager):
+                optimizer.perturb()
+                try:
+                    _, _, passed = self._gradients(x, y, count, epoch, keep, observe=False)
+                    if keep:
+                        self.engine.keep()
+                finally:
+                    optimizer.restore()
         if self.clip_norm is None:
             norm = total_norm([p.grad for p in self.params if p.grad is not None])
         else:
@@ -330,12 +331,12 @@ def check_batch(x: Tensor, y: Tensor, suffix: str) -> None:
 
 def _check_divisible(model: nn.Module, n: int, chunk: int | None) -> None:
     """The same gradient in parts as in one: not with statistics over the batch."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise InputError(
-                f"chunk must be >= the {n} samples of the batch, got {chunk}: {name} ({type(module).__name__}) takes "
-                "statistics over the batch, so a part of it gives another gradient; use GroupNorm, or one chunk"
-            )
+    if (found := coupling_layer(model)) is not None:
+        name, layer = found
+        raise InputError(
+            f"chunk must be >= the {n} samples of the batch, got {chunk}: {name} ({type(layer).__name__}) takes "
+            "statistics over the batch, so a part of it gives another gradient; use GroupNorm, or one chunk"
+        )
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

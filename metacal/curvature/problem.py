@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from metacal.errors import InputError, require
 from metacal.forward_mode import plain_attention
 
-__all__ = ["Problem", "logit_factor", "logit_gradient", "logit_hessian"]
+__all__ = ["Problem", "coupling_layer", "logit_factor", "logit_gradient", "logit_hessian"]
 
 LOSSES = ("cross_entropy", "mse")
 
@@ -107,6 +107,19 @@ def _exact_math(device: torch.device) -> Iterator[None]:
         plain_attention(),
     ):
         yield
+
+
+def coupling_layer(model: nn.Module, training: bool | None = None) -> tuple[str, nn.Module] | None:
+    """The first layer by which the examples of a batch depend on each other, with its name, or None.
+
+    training: in training (or evaluation) mode, whatever mode the model is in now.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            mode = module.training if training is None else training
+            if mode or module.running_mean is None:
+                return name, module
+    return None
 
 
 def _rng_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -192,10 +205,10 @@ class Problem:
     @property
     def coupled(self) -> str | None:
         """Why the examples of this batch depend on each other, or None."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-                return f"{name} ({type(module).__name__}) normalises by the statistics of the batch"
-        return None
+        if (found := coupling_layer(self.model)) is None:
+            return None
+        name, layer = found
+        return f"{name} ({type(layer).__name__}) normalises by the statistics of the batch"
 
     def part(self, rows: slice | Tensor) -> Problem:
         """The same problem on some of the examples."""

@@ -61,10 +61,7 @@ class Fit:
     _train: Split | None
 
     def __repr__(self) -> str:
-        nll = self.history[-1]["val/nll"] if self.history else float("nan")
-        for line in self.history:
-            if line["epoch"] == self.best_epoch:
-                nll = line["val/nll"]
+        nll = next(line["val/nll"] for line in self.history if line["epoch"] == self.best_epoch)
         return (
             f"Fit(method={self.config.method}, best epoch {self.best_epoch} of {self.config.epochs}, "
             f"val NLL {nll:.4f}, temperature {self.scaling.temperature:.3f})"

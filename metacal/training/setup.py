@@ -17,6 +17,7 @@ from metacal.bilevel.inner import Mix
 from metacal.calibration.surrogates import Outer, build_outer
 from metacal.config import Config
 from metacal.config_checks import WITH_GAMMA
+from metacal.curvature.problem import coupling_layer
 from metacal.data import Batches, Data, LoaderBatches, Split, build_data
 from metacal.data.batches import derived_seed
 from metacal.errors import InputError, require
@@ -199,12 +200,12 @@ def _require_divisible(backbone: Backbone, train: AnyBatches, chunk: int) -> Non
     """Gradient descent in parts of `chunk` samples, on a network that allows it."""
     require(isinstance(train, Batches), "optimizer=gd takes the whole training set at once, which a DataLoader has not")
     assert isinstance(train, Batches)
-    for name, module in backbone.net.named_modules():
-        require(
-            len(train.split) <= chunk or not isinstance(module, nn.modules.batchnorm._BatchNorm),
+    found = coupling_layer(backbone.net, training=True)
+    if found is not None and len(train.split) > chunk:
+        raise InputError(
             f"optimizer=gd takes the {len(train.split)} training samples in parts of data.batch_size={chunk}, but "
-            f"layer {name} takes statistics over a batch: set model.norm=group (or a model without BatchNorm), or "
-            f"data.batch_size>={len(train.split)}",
+            f"layer {found[0]} takes statistics over a batch: set model.norm=group (or a model without BatchNorm), or "
+            f"data.batch_size>={len(train.split)}"
         )
 
 

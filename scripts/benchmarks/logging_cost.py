@@ -41,18 +41,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
 
-    import numpy as np
     import torch
+    from images import write_images
 
     torch.set_num_threads(arguments.threads)
-    rng = np.random.default_rng(0)
-    y = np.arange(arguments.images) % 10
-    x = rng.integers(0, 156, (arguments.images, 32, 32, 3)) + 10 * y[:, None, None, None]
     print("| model | method | ms a step | all over off | all over monitors | floor | last figures, s |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "images.npz"
-        np.savez(data, x_train=x.astype(np.uint8), y_train=y, x_test=x[:200].astype(np.uint8), y_test=y[:200])
+        write_images(data, arguments.images)
         for model in arguments.models:
             for method in arguments.methods:
                 words = [f"model={model}", f"method={method}", f"epochs={arguments.epochs}", "data=npz"]

@@ -38,21 +38,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
 
-    import numpy as np
+    from images import write_images
 
     from metacal.compose import compose
     from metacal.studies.grid import load_series
     from metacal.training.folder import RunFolder
     from metacal.training.run import run
 
-    rng = np.random.default_rng(0)
-    y = np.arange(arguments.images) % 10
-    x = rng.integers(0, 156, (arguments.images, 32, 32, 3)) + 10 * y[:, None, None, None]
     print("| model | monitor | training, s | steps | a turn, s | in steps | unbounded | in a long run | one in |")
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "images.npz"
-        np.savez(data, x_train=x.astype(np.uint8), y_train=y, x_test=x[:200].astype(np.uint8), y_test=y[:200])
+        write_images(data, arguments.images)
         for model in arguments.models:
             for monitor in ("light", "full"):
                 words = [f"model={model}", f"monitor={monitor}", "progress=false", "data=npz", f"data.path={data}"]

@@ -165,6 +165,10 @@ def test_parts_are_refused_where_they_change_the_gradient() -> None:
     MetaStep(problem.backbone, optimizer, problem.gamma_net, None, outer="nll", chunk=12).step(x, y)
     problem.backbone.eval()
     meta.step(x, y)
+    norm = next(m for m in problem.backbone.modules() if isinstance(m, nn.BatchNorm2d))
+    norm.running_mean = norm.running_var = None  # statistics of the batch in either mode
+    with pytest.raises(InputError, match=r"chunk must be >= the 12 samples.*BatchNorm"):
+        meta.step(x, y)
 
     def batchwise(model: nn.Module, x: Tensor, y: Tensor, z: Tensor, h: Tensor | None) -> Tensor:
         return z.mean()

@@ -155,8 +155,8 @@ def fit(
     require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
     chosen = choose_device(device if device != "auto" or optimizer is None else str(next(model.parameters()).device))
     backbone = Backbone(model, head).to(chosen)
-    batches, source = _batches(config, train, meta, val, chosen)
-    _require_labels(batches, backbone.n_classes)
+    batches, source = _batches(config, train, meta, val, chosen, backbone.n_classes)
+    _require_fit(backbone, batches)
     parts = build_parts(config, backbone, *batches, optimizer=optimizer, pixels=pixels_as_said(pixels, source, chosen))
     folder = None
     if run_dir is not None:
@@ -211,7 +211,7 @@ def pixels_as_said(
 
 
 def _batches(
-    config: Config, train: Any, meta: Any, val: Any, device: torch.device
+    config: Config, train: Any, meta: Any, val: Any, device: torch.device, n_classes: int
 ) -> tuple[tuple[AnyBatches, AnyBatches | None, AnyBatches], Split | None]:
     """Training, meta and validation batches, and the training split unless it is a DataLoader's."""
     learns = needs_meta(config)
@@ -225,6 +225,7 @@ def _batches(
         )
     else:
         source = as_split(train, "train", device)
+        _require_labels(source.labels, "train", n_classes)  # before classes are counted to set some aside
         if val is None:
             val, source = _set_aside(source, "val", seed)
         if learns and meta is None:
@@ -279,12 +280,25 @@ def _subset(split: Split, index: np.ndarray, name: str) -> Split:
     return replace(split, name=name, storage=storage, labels=split.labels[rows.to(split.device)])
 
 
-def _require_labels(batches: Sequence[AnyBatches | None], n_classes: int) -> None:
-    """Labels below K, in every split that can be looked through, and in the first batch of a DataLoader."""
+def _require_labels(labels: Tensor, name: str, n_classes: int) -> None:
+    """Labels below K."""
+    top = int(labels.max())
+    require(top < n_classes, f"{name} labels must be in 0..{n_classes - 1} (the model's outputs), got {top}")
+
+
+@torch.no_grad()
+def _require_fit(backbone: Backbone, batches: Sequence[AnyBatches | None]) -> None:
+    """Inputs that the model takes, in the first batch of each; labels below K, in all that can be looked through."""
     for b in batches:
         if b is None:
             continue
-        labels = next(b.epoch(0))[1] if isinstance(b, LoaderBatches) else b.split.labels
-        top = int(labels.max())
-        if top >= n_classes:
-            raise InputError(f"{b.stream} labels must be in 0..{n_classes - 1} (the model's outputs), got {top}")
+        x, y = next(b.epoch(0))
+        _require_labels(y if isinstance(b, LoaderBatches) else b.split.labels, b.stream, backbone.n_classes)
+        mode = backbone.training
+        try:
+            backbone.eval()(x[:2])
+        except RuntimeError as error:
+            shape = ", ".join(map(str, x.shape[1:]))
+            raise InputError(f"the model cannot take {b.stream} inputs of shape (N, {shape}): {error}") from None
+        finally:
+            backbone.train(mode)

@@ -130,6 +130,8 @@ def test_a_run_folder_on_request(tmp_path):
         ({"train": (torch.zeros(3, 2), torch.zeros(4, dtype=torch.long))}, "equally many"),
         ({"train": (torch.full((30, 2), torch.nan), torch.arange(30) % 3)}, "NaN"),
         ({"train": DataLoader(TensorDataset(*blobs(30)))}, "meta and val must be given"),
+        ({"train": (torch.zeros(30, 5), torch.arange(30) % 3)}, r"cannot take train inputs of shape \(N, 5\)"),
+        ({"train": (blobs(300)[0], blobs(300)[1] + 1)}, "train labels must be in 0..2 .*, got 3"),
         ({"epochs": 0}, "epochs must be >= 1"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)}, "optimizer must hold parameters"),
         ({"overrides": ["meta.engin=reverse"]}, "did you mean 'meta.engine'"),

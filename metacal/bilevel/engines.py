@@ -30,9 +30,9 @@ from torch.func import functional_call
 from metacal.bilevel.replay import Recorder, Replayer, Unmatched
 from metacal.bilevel.state import RandomState, buffers_of, restore_buffers
 from metacal.bilevel.tangents import FastTangents
-from metacal.bilevel.updates import Cotangents, total_norm
 from metacal.errors import InputError, require
 from metacal.forward_mode import dual_level, plain_attention
+from metacal.optim.transpose import Cotangents, total_norm
 
 __all__ = ["ENGINES", "Difference", "Forward", "Mark", "Outputs", "Reverse", "Step", "call"]
 

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from metacal.bilevel.engines import Mark, Step, call
 from metacal.bilevel.penalty_report import PenaltyReport
 from metacal.bilevel.state import buffers_of, restore_buffers
-from metacal.bilevel.updates import Cotangents, clips, kept_gradients, total_norm, transposed_update
 from metacal.curvature.problem import coupling_layer
 from metacal.errors import InputError, require
 from metacal.gamma import pool
 from metacal.mixing import mixed_loss
 from metacal.objective import Loss, Term
 from metacal.optim.sam import unchanged_buffers
+from metacal.optim.transpose import Cotangents, clips, kept_gradients, total_norm, transposed_update
 
 __all__ = ["Inner", "Kept", "Last", "Mix", "NonFiniteError", "check_batch", "non_finite", "read"]
 

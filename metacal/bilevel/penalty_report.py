@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from metacal.bilevel.updates import total_norm
+from metacal.optim.transpose import total_norm
 
 __all__ = ["PenaltyReport"]
 

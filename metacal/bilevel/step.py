@@ -13,11 +13,11 @@ from metacal.bilevel.engines import ENGINES, Mark, call
 from metacal.bilevel.inner import Inner, Kept, Last, Mix, NonFiniteError, check_batch, non_finite, read
 from metacal.bilevel.state import RandomState, Snapshot, buffers_of, preserved
 from metacal.bilevel.unrolled import HIGHER, check_unrollable, unrolled_gradient
-from metacal.bilevel.updates import Cotangents, check_supported, total_norm, transposed_clip
 from metacal.bilevel.window import TrainingStep, Window, settings_of
 from metacal.calibration.surrogates import Outer, build_outer
 from metacal.errors import InputError, require
 from metacal.objective import Loss, Penalty, Term, build_loss, build_penalties
+from metacal.optim.transpose import Cotangents, check_supported, total_norm, transposed_clip
 
 __all__ = ["Last", "MetaStep", "NonFiniteError"]
 

@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 from metacal.curvature.spectrum import top_eigenpairs
 from metacal.errors import InputError, require, require_choice
+from metacal.optim.transpose import TRANSPOSES, Cotangents, by_groups, sgd_group
 
 __all__ = ["BulkSGD"]
 
@@ -247,3 +248,32 @@ class BulkSGD(SGD):
         settings = ("model", "k", "matrix", "loss", "every", "tol", "max_products", "seed")
         found = ("eigenvalues", "products", "converged")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in settings + found}}
+
+
+def _transpose(optimizer: BulkSGD, params: Sequence[Tensor]) -> Callable[[Cotangents], tuple[Cotangents, float]]:
+    """v = (SGD's own transpose) P u, with P constant and symmetric.
+
+    P couples all parameters that the step moves: where M does not depend on one of them, it may still move another on
+    which M depends.
+    """
+    position = {p: i for i, p in enumerate(params)}
+    moving = [None if p.grad is None else p for p in optimizer._params()]
+    apply = by_groups(sgd_group, optimizer, params)
+
+    @torch.no_grad()
+    def projected(cotangents: Cotangents) -> tuple[Cotangents, float]:
+        tensors: Cotangents = []
+        for p in moving:
+            cotangent = cotangents[position[p]] if p in position else None
+            tensors.append(torch.zeros_like(p) if cotangent is None and p is not None else cotangent)
+        optimizer.project(tensors)
+        result = list(cotangents)
+        for p, tensor in zip(moving, tensors):
+            if p in position:
+                result[position[p]] = tensor
+        return apply(result)
+
+    return projected
+
+
+TRANSPOSES[BulkSGD] = _transpose

@@ -4,13 +4,14 @@
 
 `torch.optim.Muon` takes 2-D parameters only, is young (torch 2.9) and works in bfloat16. This one has its
 definitions, takes kernels as well, and works in the precision of the parameters, so that its step has a derivative
-worth taking (`metacal.bilevel.updates`); `ns_dtype="bfloat16"` gives torch's numbers.
+worth taking (`metacal.optim.transpose`), which stands here too; `ns_dtype="bfloat16"` gives torch's numbers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from metacal.errors import InputError, require, require_choice
 from metacal.models.backbone import Backbone
+from metacal.optim.transpose import TRANSPOSES, GroupTranspose, adam_group, by_groups, sgd_group
 
 __all__ = ["Muon", "adjusted_lr", "muon_groups", "newton_schulz", "newton_schulz_of", "newton_schulz_vjp"]
 
@@ -250,6 +252,35 @@ class Muon(Optimizer):
             if decay != 0:
                 p.mul_(1 - decay)
             p.add_(update, alpha=-adjusted_lr(group, p))
+
+
+def _transposed_group(optimizer: Muon, group: dict[str, Any], params: list[Tensor]) -> GroupTranspose:
+    """Of the step above, with D = (1 − μ) g + μ B' if Nesterov else B':
+
+        v = −lr·s · (1 − μ) (1 + μ if Nesterov) · (∂NS/∂D)ᵀ u
+
+    with Newton–Schulz differentiated exactly, as the polynomial iteration that it is, at the actual D. B' is read from
+    the state after the step. Groups of another kind have the step of AdamW or SGD.
+    """
+    if group["kind"] == "adamw":
+        return adam_group(optimizer, group, params, decoupled=True)
+    if group["kind"] == "sgd":
+        return sgd_group(optimizer, group, params)
+    slope = 1.0 - group["momentum"]
+    if group["nesterov"]:
+        slope *= 1.0 + group["momentum"]
+    grads = [p.grad for p in params]
+
+    def multiply(which: list[int], tensors: list[Tensor]) -> None:
+        for i, u in zip(which, tensors):
+            grad = grads[i]
+            assert grad is not None
+            u.copy_(newton_schulz_of(group, grad, optimizer.state[params[i]]["momentum_buffer"], u))
+
+    return GroupTranspose([-adjusted_lr(group, p) * slope for p in params], multiply)
+
+
+TRANSPOSES[Muon] = partial(by_groups, _transposed_group)
 
 
 def muon_groups(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from metacal.errors import require
+from metacal.optim.transpose import TRANSPOSES, transposed_update
 
 __all__ = ["SAM", "ascent", "unchanged_buffers"]
 
@@ -190,3 +191,7 @@ class SAM(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+# the perturbation ε is a constant of the step, whose derivative is then that of the base's
+TRANSPOSES[SAM] = lambda optimizer, params: transposed_update(optimizer.base, params)

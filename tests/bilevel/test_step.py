@@ -486,7 +486,7 @@ def test_bad_optimizers() -> None:
     problem = make_problem("mlp")
     params = list(problem.backbone.parameters())
     meta_optimizer = Adam(problem.gamma_net.parameters())
-    with pytest.raises(InputError, match=r"one of Adam, AdamW, BulkSGD, Muon, SGD, or SAM .* got RMSprop"):
+    with pytest.raises(InputError, match=r"one of Adam, AdamW, BulkSGD, Muon, SAM, SGD .* got RMSprop"):
         MetaStep(problem.backbone, RMSprop(params), problem.gamma_net, meta_optimizer)
     with pytest.raises(InputError, match=r"SGD with engine 'higher'.*use engine 'forward'"):
         MetaStep(problem.backbone, AdamW(params), problem.gamma_net, meta_optimizer, engine="higher")

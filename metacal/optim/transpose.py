@@ -1,10 +1,9 @@
 """The optimizer step as a map of the gradient, and the transpose of its derivative.
 
 A step takes θ to θ' = U(θ, g; state). The outer problem needs v = (∂U/∂g)ᵀ u for a cotangent u of θ'. The step
-itself is always taken by the real optimizer; only the transpose lives here, one function per optimizer class in
-`TRANSPOSES`. SGD and Adam act on every entry of g by itself, so the transpose is a product with ∂U/∂g entry by entry;
-Muon couples the entries of one matrix. Two optimizers are made of others: SAM's transpose is that of the optimizer
-inside, BulkSGD's is SGD's after a projection. Gradient clipping comes before all of them and couples all entries:
+itself is always taken by the real optimizer; its transpose stands in `TRANSPOSES` under its class, for torch's own
+optimizers here and for each other one in the file of its step. SGD and Adam act on every entry of g by itself, so the
+transpose is a product with ∂U/∂g entry by entry. Gradient clipping comes before all of them and couples all entries:
 `transposed_clip`.
 
 Use: with the gradients in `.grad`, call `transposed_update(optimizer, params)` before `optimizer.step()`, and what it
@@ -15,6 +14,7 @@ returns afterwards. The step may use `.grad` as scratch memory: what is read of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +22,18 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from metacal.errors import InputError
-from metacal.optim.bulk_sgd import BulkSGD
-from metacal.optim.muon import Muon, adjusted_lr, newton_schulz_of
-from metacal.optim.sam import SAM
 
 __all__ = [
     "TRANSPOSES",
     "Cotangents",
     "GroupTranspose",
+    "Transpose",
+    "adam_group",
+    "by_groups",
     "check_supported",
     "clips",
     "kept_gradients",
+    "sgd_group",
     "total_norm",
     "transposed_clip",
     "transposed_update",
@@ -40,6 +41,9 @@ __all__ = [
 
 Cotangents = list[Tensor | None]
 """One per parameter of the backbone, None for zero."""
+
+Transpose = Callable[[Any, Sequence[Tensor]], Callable[[Cotangents], tuple[Cotangents, float]]]
+"""`(optimizer, params) -> (cotangents -> (list, factor))`, as `transposed_update` describes it for any optimizer."""
 
 
 class GroupTranspose(NamedTuple):
@@ -53,19 +57,8 @@ class GroupTranspose(NamedTuple):
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Raise `InputError` unless the step of this optimizer can be differentiated.
-
-    Its class must be one of those known here, exactly: a subclass may step in another way.
-    """
-    kind = type(optimizer)
-    if kind is SAM:
-        check_supported(optimizer.base)  # type: ignore[attr-defined]
-    elif kind not in TRANSPOSES:
-        names = ", ".join(sorted(known.__name__ for known in TRANSPOSES))
-        raise InputError(
-            f"optimizer must be one of {names}, or SAM with one of these inside (their steps are the ones the outer "
-            f"problem can differentiate), got {kind.__name__}"
-        )
+    """Raise `InputError` unless the step of this optimizer, and of one inside it, can be differentiated."""
+    transposed_update(optimizer, [])
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -82,13 +75,13 @@ def kept_gradients(optimizer: Optimizer, params: Sequence[Tensor]) -> Cotangents
 
 
 def _writes_gradients(group: dict[str, Any]) -> bool:
-    """Whether torch's step leaves something else in `.grad`: its multi-tensor Nesterov adds the momentum there.
+    """Whether the step leaves something else in `.grad`: torch's multi-tensor Nesterov adds the momentum there.
 
     With weight decay or maximize it has made a new tensor before that. `foreach=None` is its choice except on a CPU.
     """
-    if group.get("kind") == "muon":
+    if not group.get("nesterov") or "foreach" not in group:
         return False
-    if not group.get("nesterov") or group["weight_decay"] != 0 or group["maximize"] or group.get("fused"):
+    if group["weight_decay"] != 0 or group["maximize"] or group.get("fused"):
         return False
     foreach = group["foreach"]
     return any(p.device.type != "cpu" for p in group["params"]) if foreach is None else foreach
@@ -103,23 +96,37 @@ def transposed_update(
     factor)` with v = factor · list, reusing the cotangents' memory. A parameter without a gradient, or unknown
     to the optimizer, is not moved by g: its entry is None. The factor that all parameters share stays outside,
     since one pass over the parameters is a measurable part of a step.
+
+    Raises `InputError` unless the optimizer's class is in `TRANSPOSES`, exactly: a subclass may step in another way.
     """
-    check_supported(optimizer)
-    if isinstance(optimizer, SAM):
-        return transposed_update(optimizer.base, params)
+    kind = type(optimizer)
+    if kind not in TRANSPOSES:
+        names = ", ".join(sorted(known.__name__ for known in TRANSPOSES))
+        raise InputError(
+            f"optimizer must be one of {names} (their steps are the ones that the outer problem can "
+            f"differentiate), got {kind.__name__}"
+        )
+    return TRANSPOSES[kind](optimizer, params)
+
+
+def by_groups(
+    group_transpose: Callable[[Any, dict[str, Any], list[Tensor]], GroupTranspose],
+    optimizer: Optimizer,
+    params: Sequence[Tensor],
+) -> Callable[[Cotangents], tuple[Cotangents, float]]:
+    """The `Transpose` of a step in which parameter groups do not depend on each other.
+
+    group_transpose: `(optimizer, group, params of it with a gradient) -> GroupTranspose`.
+    """
     position = {p: i for i, p in enumerate(params)}
     groups: list[tuple[list[int], GroupTranspose]] = []
     for group in optimizer.param_groups:
         moved = [p for p in group["params"] if p in position and p.grad is not None]
         if moved:
-            transpose = TRANSPOSES[type(optimizer)](optimizer, group, moved)
-            groups.append(([position[p] for p in moved], transpose))
-    moving = [None if p.grad is None else p for group in optimizer.param_groups for p in group["params"]]
+            groups.append(([position[p] for p in moved], group_transpose(optimizer, group, moved)))
 
     @torch.no_grad()
     def apply(cotangents: Cotangents) -> tuple[Cotangents, float]:
-        if isinstance(optimizer, BulkSGD):
-            cotangents = _projected(optimizer, moving, position, cotangents)
         result: Cotangents = [None] * len(cotangents)
         by_factor: dict[float, list[Tensor]] = {}
         for positions, transpose in groups:
@@ -140,26 +147,6 @@ def transposed_update(
         return result, 1.0
 
     return apply
-
-
-def _projected(
-    optimizer: BulkSGD, moving: list[Tensor | None], position: dict[Tensor, int], cotangents: Cotangents
-) -> Cotangents:
-    """P u, where BulkSGD takes θ to θ + P Δ with SGD's displacement Δ and a symmetric P, held constant.
-
-    moving: the optimizer's parameters, None for those that the step leaves alone. P couples all the others: where M
-    does not depend on one of them, it may still move another on which M depends.
-    """
-    tensors: Cotangents = []
-    for p in moving:
-        cotangent = cotangents[position[p]] if p in position else None
-        tensors.append(torch.zeros_like(p) if cotangent is None and p is not None else cotangent)
-    optimizer.project(tensors)
-    result = list(cotangents)
-    for p, tensor in zip(moving, tensors):
-        if p in position:
-            result[position[p]] = tensor
-    return result
 
 
 def clips(total: float, max_norm: float) -> bool:
@@ -194,7 +181,7 @@ def transposed_clip(grads: Cotangents, total: float, max_norm: float, cotangents
     return scale
 
 
-def _sgd(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> GroupTranspose:
+def sgd_group(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> GroupTranspose:
     """buf' = μ buf + (1 − d) g̃ (buf' = g̃ at the first step), θ' = θ − lr · (g̃ + μ buf' if Nesterov else buf').
 
     ∂U/∂g is one number for each parameter; g̃ = ±g + weight decay.
@@ -215,7 +202,9 @@ def _sgd(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> G
     return GroupTranspose(factors)
 
 
-def _adam(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> GroupTranspose:
+def adam_group(
+    optimizer: Optimizer, group: dict[str, Any], params: list[Tensor], decoupled: bool = False
+) -> GroupTranspose:
     """Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019), nonlinear in g: differentiated at the actual g.
 
         m' = β1 m + (1 − β1) g̃,   n' = β2 n + (1 − β2) g̃²,   d = √n' / √(1 − β2^t) + ε
@@ -224,14 +213,12 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> 
 
     With amsgrad n' in d is the running maximum, and the second term is there only where n' attains it. m' and
     n' are read from the state after the step, so nothing is computed twice. g̃ = ±g, plus the decay where it is
-    not decoupled.
+    not decoupled, by the class of the optimizer (torch before 2.7) or by the group.
     """
     beta1, beta2 = (float(b) for b in group["betas"])
     lr, eps = float(group["lr"]), float(group["eps"])
     sign = -1.0 if group["maximize"] else 1.0
-    # torch before 2.7 marks AdamW by its class alone
-    decoupled = isinstance(optimizer, (AdamW, Muon)) or group.get("decoupled_weight_decay", False)
-    decay = 0.0 if decoupled else group["weight_decay"]
+    decay = 0.0 if decoupled or group.get("decoupled_weight_decay", False) else group["weight_decay"]
     grads = [g for g in kept_gradients(optimizer, params) if g is not None]
     if decay:
         # g̃ depends on θ before the step, which the step overwrites
@@ -261,38 +248,12 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> 
     return GroupTranspose([1.0] * len(params), multiply)
 
 
-def _muon(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]) -> GroupTranspose:
-    """Muon: B' = μ B + (1 − μ) g, θ' = … − lr·s · NS(D), D = (1 − μ) g + μ B' if Nesterov else B'.
-
-        v = −lr·s · (1 − μ) (1 + μ if Nesterov) · (∂NS/∂D)ᵀ u
-
-    with Newton–Schulz differentiated exactly, as the polynomial iteration that it is, at the actual D. B' is read from
-    the state after the step. Groups of another kind have the step of AdamW or SGD.
-    """
-    if group["kind"] != "muon":
-        return _MUON_REST[group["kind"]](optimizer, group, params)
-    slope = 1.0 - group["momentum"]
-    if group["nesterov"]:
-        slope *= 1.0 + group["momentum"]
-    grads = [p.grad for p in params]
-
-    def multiply(which: list[int], tensors: list[Tensor]) -> None:
-        for i, u in zip(which, tensors):
-            grad = grads[i]
-            assert grad is not None
-            u.copy_(newton_schulz_of(group, grad, optimizer.state[params[i]]["momentum_buffer"], u))
-
-    return GroupTranspose([-adjusted_lr(group, p) * slope for p in params], multiply)
-
-
-_MUON_REST = {"adamw": _adam, "sgd": _sgd}
-
-TRANSPOSES: dict[type[Optimizer], Callable[[Optimizer, dict[str, Any], list[Tensor]], GroupTranspose]] = {
-    SGD: _sgd,
-    Adam: _adam,
-    AdamW: _adam,
-    Muon: _muon,
-    # the projection, which couples all groups, is done before
-    BulkSGD: _sgd,
+TRANSPOSES: dict[type[Optimizer], Transpose] = {
+    SGD: partial(by_groups, sgd_group),
+    Adam: partial(by_groups, adam_group),
+    AdamW: partial(by_groups, partial(adam_group, decoupled=True)),
 }
-"""`(optimizer, group, params with a gradient) -> GroupTranspose`, called before the step with `.grad` set."""
+"""By the class of the optimizer; called before the step with `.grad` set.
+
+To offer another one under the bilevel step, add its class: `TRANSPOSES[Mine] = transpose`.
+"""

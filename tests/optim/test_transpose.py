@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from metacal.bilevel.updates import kept_gradients, total_norm, transposed_clip, transposed_update
+from metacal.optim.transpose import kept_gradients, total_norm, transposed_clip, transposed_update
 
 SIZES = (3, 1)
 

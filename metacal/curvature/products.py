@@ -35,9 +35,9 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
+from metacal.autodiff.tape import Tape
 from metacal.curvature.layers import cache_block, examples_depend
 from metacal.curvature.problem import Problem, check_vector, logit_gradient, logit_hessian
-from metacal.curvature.tape import Tape
 from metacal.errors import InputError, require
 from metacal.forward_mode import dual_level
 

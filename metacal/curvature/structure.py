@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from metacal.curvature.activations import BY_INPUT, BY_RESULT, Slopes
+from metacal.autodiff.activations import BY_INPUT, BY_RESULT, Slopes
 from metacal.curvature.layers import Captured
 
 __all__ = ["Chain", "chain_of", "curved_activations", "kind_of", "slopes_of"]

@@ -15,7 +15,7 @@ on the network; each has the trace as its mean over probes, and the first that a
                 vᵀHv = d²/dε² L(θ + εv), or its part z₁ᵀS z₁ for G, from the derivatives of the logits along v (`Tape`);
                 the last layer's own 1/N Σ tr(S_n)(‖a_n‖² + 1) is exact. BatchNorm in training mode is differentiated
                 through its statistics.
-`reverse`       where an operation has no rule in `curvature.jets`: the same by double and triple backward.
+`reverse`       where an operation has no rule in `autodiff.jets`: the same by double and triple backward.
 
 With K − 1 probes and more the signs at the logits give way to the K − 1 columns of a factor of S_n, which are exact.
 """
@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from metacal.autodiff.plain import WRONG, PlainNorms
+from metacal.autodiff.tape import Tape
 from metacal.bilevel.state import RandomState
 from metacal.curvature.layers import Captured, Site, capture, examples_depend, gram_of
-from metacal.curvature.plain import WRONG, PlainNorms
 from metacal.curvature.problem import LOSSES, Problem, factor_columns, logit_factor, logit_gradient, logit_hessian
 from metacal.curvature.structure import curved_activations
-from metacal.curvature.tape import Tape
 from metacal.curvature.trace import signs_at
 from metacal.errors import InputError, require, require_choice
 from metacal.forward_mode import plain_attention

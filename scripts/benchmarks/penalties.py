@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from metacal.curvature.plain import PlainNorms
+from metacal.autodiff.plain import PlainNorms
 from metacal.models.resnet import resnet
 from metacal.models.small import mlp
 from metacal.penalties import PENALTIES, TracePenalty

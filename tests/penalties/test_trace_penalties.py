@@ -17,7 +17,7 @@ from reference import curvature as dense
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from metacal.curvature.plain import PlainNorms
+from metacal.autodiff.plain import PlainNorms
 from metacal.errors import InputError
 from metacal.models import Backbone
 from metacal.penalties import PENALTIES, TracePenalty, gn_trace, hessian_trace, trace

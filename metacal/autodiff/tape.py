@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from metacal.curvature.jets import RULES, ZERO, Jet, Operand, Push, overwrites
-from metacal.curvature.plain import PLAIN
+from metacal.autodiff.jets import RULES, ZERO, Jet, Operand, Push, overwrites
+from metacal.autodiff.plain import PLAIN
 
 __all__ = ["Tape"]
 

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from curvature.nets import build
 from reference import curvature as dense
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metacal.curvature.plain import PlainNorms
+from metacal.autodiff.plain import PlainNorms
+from metacal.autodiff.tape import Tape
 from metacal.curvature.products import Curvature
-from metacal.curvature.tape import Tape
-
-from .nets import build
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 

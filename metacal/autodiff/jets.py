@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metacal.curvature.activations import BY_INPUT, BY_RESULT, Slopes
-from metacal.curvature.plain import mean_square
+from metacal.autodiff.activations import BY_INPUT, BY_RESULT, Slopes
+from metacal.autodiff.plain import mean_square
 
 __all__ = ["RULES", "ZERO", "Jet", "JetOf", "Operand", "Push", "overwrites"]
 

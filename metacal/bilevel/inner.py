@@ -1,6 +1,9 @@
-"""The training step of the backbone: forward, gammas, penalties, backward, clipping and the optimizer's step.
+"""The inner objective on a training batch: forward, gammas, penalties and the gradient.
 
-`MetaStep` takes it and, where an outer part is due, goes on from what it has `Kept`.
+    L(θ) = 1/n Σ_i ℓ(z_i(θ), y_i, γ_i) + Σ_j λ_j R_j(θ)
+
+γ is a constant in ∇_θ L. `MetaStep` takes the optimizer's step on that gradient and, where an outer part is due, goes
+on from the recorded passes.
 """
 
 from __future__ import annotations
@@ -10,24 +13,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from metacal.bilevel.engines import Mark, Step, call
+from metacal.bilevel.passes import Engine, Pass
 from metacal.bilevel.penalty_report import PenaltyReport
-from metacal.bilevel.state import buffers_of, restore_buffers
 from metacal.curvature.problem import coupling_layer
 from metacal.errors import InputError, require
 from metacal.gamma import pool
 from metacal.mixing import mixed_loss
+from metacal.network import Network, outputs_of, plain
 from metacal.objective import Loss, Term
-from metacal.optim.sam import unchanged_buffers
-from metacal.optim.transpose import Cotangents, clips, kept_gradients, total_norm, transposed_update
 
-__all__ = ["Inner", "Kept", "Last", "Mix", "NonFiniteError", "check_batch", "non_finite", "read"]
+__all__ = ["Batch", "Gradient", "Inner", "Last", "Mix", "NonFiniteError", "check_batch", "non_finite", "read"]
 
 Mix = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, float]]
 """`(x, y, step) -> (x_mixed, y, y_other, weight)`, as `metacal.mixing.mixup` gives."""
@@ -65,246 +66,190 @@ class Last:
     meta_labels: Tensor | None = None
 
 
-@dataclass
-class Kept:
-    """What the outer part needs of a training step: losses(logits, gamma) is what φ enters, a graph in gamma.
+@dataclass(frozen=True)
+class Batch:
+    """A training batch at its step. other, weight: of a mixed batch, the other labels and the weight of the first."""
 
-    transpose: of the optimizer's step; clipped: the gradients after clipping, where it shortened them; marks: of the
-    parts that the batch was taken in.
+    x: Tensor
+    y: Tensor
+    count: int
+    epoch: float
+    other: Tensor | None = None
+    weight: float = 1.0
+
+    def parts(self, size: int | None) -> list[Batch]:
+        """At most `size` samples each; None: the whole."""
+        if size is None or size >= len(self.x):
+            return [self]
+        pairs = zip(self.x.split(size), self.y.split(size))
+        return [Batch(x, y, self.count, self.epoch) for x, y in pairs]
+
+
+@dataclass
+class Gradient:
+    """What a gradient leaves: numbers to report, what monitors see, and for the outer part the recorded passes.
+
+    logits, gamma: of the whole batch, without a graph, and with one into φ if the passes were recorded.
     """
 
+    terms: dict[str, Tensor]
+    last: Last
+    batch: Batch
     logits: Tensor
     gamma: Tensor | None
-    losses: Callable[[Tensor, Tensor | None], Tensor]
-    transpose: Callable[[Cotangents], tuple[Cotangents, float]]
-    clipped: Cotangents | None
-    marks: list[Mark]
+    runs: list[Pass]
 
 
 class Inner:
-    """One training step at a time; `penalties`, `loss` and the rest are `MetaStep`'s arguments.
+    """The objective of the training batches of one network.
 
-    Attributes: `details`, names of penalties whose share of the objective, gradient norm and time the next step that
-    computes them also reports.
+    Attributes: `details`, names of penalties whose share of the objective, gradient norm and time the next gradient
+    that computes them also reports.
     """
 
     def __init__(
         self,
-        backbone: nn.Module,
-        eager: nn.Module,
-        params: Sequence[Tensor],
-        optimizer: Optimizer,
-        source: nn.Module | None,
+        network: Network,
         loss: Loss,
+        source: nn.Module | None,
         penalties: Mapping[str, Term],
-        engine: Step,
-        clip_norm: float | None,
-        autocast: torch.dtype | None,
-        chunk: int | None,
-        mix: Mix | None,
+        autocast: torch.dtype | None = None,
+        mix: Mix | None = None,
     ) -> None:
-        self.backbone, self.eager, self.params, self.optimizer = backbone, eager, list(params), optimizer
-        self.source, self.loss, self.penalties, self.engine = source, loss, dict(penalties), engine
-        self.clip_norm, self.autocast, self.chunk, self.mix = clip_norm, autocast, chunk, mix
-        self._other: tuple[Tensor, float] | None = None  # of a mixed batch: the other labels, the weight of the first
+        self.network, self.loss, self.source, self.penalties = network, loss, source, dict(penalties)
+        self.autocast, self.mix = autocast, mix
         self.details: set[str] = set()
 
-    def step(self, x: Tensor, y: Tensor, count: int, epoch: float, keep: bool) -> tuple[dict[str, float], Last, Any]:
-        """The step on `(x, y)`, number `count`. Returns what it found, `Last` and, with `keep`, a `Kept`.
+    def batch(self, x: Tensor, y: Tensor, count: int, epoch: float) -> Batch:
+        """The batch as it is trained on: mixed, where batches are."""
+        if self.mix is None:
+            return Batch(x, y, count, epoch)
+        x, y, other, weight = self.mix(x, y, count)
+        return Batch(x, y, count, epoch, other, weight)
 
-        Raises `NonFiniteError` with parameters, buffers and the optimizer's state as they were.
-        """
-        self._other = None
-        if self.mix is not None:
-            x, y, other, weight = self.mix(x, y, count)
-            self._other = (other, weight)
-        undo = _Undo(self.eager, self.source)
-        try:
-            return self._step(x, y, count, epoch, keep)
-        except BaseException:  # a penalty that refuses its input, a number that is not finite: no step was taken
-            undo()
-            self.optimizer.zero_grad(set_to_none=True)
-            raise
+    # -- the terms -----------------------------------------------------------------------------------------------
 
-    def _step(self, x: Tensor, y: Tensor, count: int, epoch: float, keep: bool) -> tuple[dict[str, float], Last, Any]:
-        optimizer: Any = self.optimizer
-        perturbs = hasattr(optimizer, "perturb")
-        terms, last, passed = self._gradients(x, y, count, epoch, keep and not perturbs)
-        if perturbs:
-            # SAM: the gradient that counts is that of a second pass, at parameters moved along the first one. The
-            # running statistics are those of the pass at θ.
-            with unchanged_buffers(self.eager):
-                optimizer.perturb()
-                try:
-                    _, _, passed = self._gradients(x, y, count, epoch, keep, observe=False)
-                    if keep:
-                        self.engine.keep()
-                finally:
-                    optimizer.restore()
-        if self.clip_norm is None:
-            norm = total_norm([p.grad for p in self.params if p.grad is not None])
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
-
-        # the one wait for the device before the step
-        found = read({**terms, "grad_norm": norm})
-        bad = non_finite(found, [name for name in found if not name.endswith("_share")])
-        if bad is not None:
-            raise NonFiniteError(bad, found, count)
-        if hasattr(optimizer, "prepare") and optimizer.prepare(x, y, self.chunk):
-            found |= {
-                "bulk_sgd/eigenvalue": optimizer.eigenvalues[0],
-                "bulk_sgd/products": float(optimizer.products),
-                "bulk_sgd/converged": float(optimizer.converged),
-            }
-        kept = None
-        if keep:
-            clipped = None
-            if self.clip_norm is not None and clips(found["grad_norm"], self.clip_norm):
-                clipped = kept_gradients(self.optimizer, self.params)
-            logits, gamma, marks = passed
-            transpose = transposed_update(self.optimizer, self.params)
-            kept = Kept(logits, gamma, lambda z, g: self.losses(z, y, g), transpose, clipped, marks)
-            if not perturbs:
-                self.engine.keep()
-        self.optimizer.step()
-        return found, last, kept
-
-    def check(self, x: Tensor, y: Tensor) -> None:
-        """Compute every penalty and its gradient once."""
-        for term in self.penalties.values():
-            logits, features, _ = self._forward(x, keep=False)
-            value = term.penalty(self.backbone, x, y, logits, features)
-            if value.requires_grad:
-                torch.autograd.grad(value, self.params, allow_unused=True)
-
-    def losses(self, logits: Tensor, y: Tensor, gamma: Tensor | None) -> Tensor:
-        """The loss of each sample `(N,)`, of the present step's mixture where batches are mixed."""
-        rest = () if gamma is None else (gamma,)
-        if self._other is None:
-            return self.loss(logits, y, *rest)
-        other, weight = self._other
-        return mixed_loss(self.loss, logits, y, other, weight, *rest)
+    def losses(self, batch: Batch, logits: Tensor, gamma: Tensor | None) -> Tensor:
+        """ℓ of each sample `(N,)`, a graph in the logits and in gamma."""
+        more = () if gamma is None else (gamma,)
+        if batch.other is None:
+            return self.loss(logits, batch.y, *more)
+        return mixed_loss(self.loss, logits, batch.y, batch.other, batch.weight, *more)
 
     def gamma(
-        self,
-        x: Tensor,
-        y: Tensor,
-        logits: Tensor,
-        seen: Tensor | None,
-        epoch: float,
-        grad: bool,
-        observe: bool = True,
+        self, batch: Batch, logits: Tensor, seen: Tensor | None, grad: bool, observe: bool = True
     ) -> Tensor | None:
-        """The gammas of a training batch, a graph into φ if `grad`; with `observe` the source takes note of it."""
+        """The gammas of a batch, a graph into φ if `grad`; with `observe` the source takes note of the batch.
+
+        seen: features, or what else the source looks at. They are constants here, as the logits are.
+        """
         if self.source is None:
             return None
         seen = None if seen is None else seen.detach()
-        context = {"logits": logits.detach(), "labels": y, "inputs": x, "epoch": epoch}
+        context = {"logits": logits.detach(), "labels": batch.y, "inputs": batch.x, "epoch": batch.epoch}
         with torch.set_grad_enabled(grad):
-            watch = getattr(self.source, "observe", None)
-            if observe and watch is not None:
+            if observe and (watch := getattr(self.source, "observe", None)) is not None:
                 watch(seen, **context)
             return self.source(seen, **context)
 
     def penalised(
         self,
         loss: Tensor,
+        batch: Batch,
         model: nn.Module,
-        x: Tensor,
-        y: Tensor,
         logits: Tensor,
         features: Tensor | None,
-        count: int,
-        epoch: float,
         report: PenaltyReport | None = None,
         start: int = 0,
     ) -> Tensor:
         """The inner objective: the mean loss and the penalties that are due, each told to `report`.
 
-        start: the place of the first of these samples in the batch.
+        model: what the penalties run. start: the place of the first of these samples in the whole batch.
         """
         total = loss
         for name, term in self.penalties.items():
-            weight = term.weight_at(count, epoch)
+            weight = term.weight_at(batch.count, batch.epoch)
             if weight == 0:
                 continue
             if hasattr(term.penalty, "step"):
-                term.penalty.step = count
+                term.penalty.step = batch.count
             if hasattr(term.penalty, "offset"):
                 term.penalty.offset = start
             if report is not None and name in report.details and loss.is_cuda:
                 torch.cuda.synchronize(loss.device)
             began = time.perf_counter()
-            value = term.penalty(model, x, y, logits, features)
+            value = term.penalty(model, batch.x, batch.y, logits, features)
             total = total + weight * value
             if report is not None:
                 report.add(name, value, weight / term.every, began)
         return total
 
-    def _gradients(
-        self, x: Tensor, y: Tensor, count: int, epoch: float, keep: bool, observe: bool = True
-    ) -> tuple[dict[str, Tensor], Last, tuple[Tensor, Tensor | None, list[Mark]]]:
-        """Set `.grad` to the gradient of the inner objective, over the batch in parts of at most `chunk` samples.
+    # -- the gradient --------------------------------------------------------------------------------------------
 
-        Returns the numbers to report, `Last`, and the logits, gammas (a graph into φ with `keep`) and marks.
+    def gradient(
+        self, whole: Batch, engine: Engine, record: bool, chunk: int | None = None, observe: bool = True
+    ) -> Gradient:
+        """Add ∇_θ L to `.grad`, which must be empty, over the batch in parts of at most `chunk` samples.
+
+        record: keep passes and the gammas' graph for an outer part. observe: the gamma source takes note of the batch.
         """
-        parts = [(x, y)] if self.chunk is None else [*zip(x.split(self.chunk), y.split(self.chunk))]
+        parts = whole.parts(chunk)
         if len(parts) > 1:
-            _check_divisible(self.eager, len(x), self.chunk)
-            if observe and hasattr(self.source, "observe"):
-                self._observe(parts, epoch)
+            _check_divisible(self.network.model, whole, chunk)
+            if observe and getattr(self.source, "observe", None) is not None:
+                self._observe(parts)
                 observe = False
-        self.optimizer.zero_grad(set_to_none=True)
-        report = PenaltyReport(self.engine.leaves(), self.details)
-        outputs: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
-        marks, loss, start = [], torch.zeros(()), 0
-        for x_i, y_i in parts:
-            share = len(x_i) / len(x)
-            logits, features, seen = self._forward(x_i, keep)
-            gamma = self.gamma(x_i, y_i, logits, seen, epoch, grad=keep, observe=observe)
-            mean = self.losses(logits, y_i, None if gamma is None else gamma.detach()).mean()
-            buffers = buffers_of(self.eager) if self.penalties else {}
-            report.share = share
-            total = self.penalised(mean, self.backbone, x_i, y_i, logits, features, count, epoch, report, start)
-            if share < 1:
-                mean, total = share * mean, share * total
-            if keep:
-                self.engine.backward(total, logits, penalised=bool(self.penalties))
-            else:
-                total.backward()
-            if self.penalties:
-                # a penalty's own forwards count for nothing in BatchNorm's statistics; autograd reads the buffers
-                # until here
-                restore_buffers(self.eager, buffers)
-            loss = mean.detach() if share == 1 else loss.to(mean.device) + mean.detach()
-            start += len(x_i)
-            marks.append(self.engine.mark())
-            outputs.append((logits.detach(), None if features is None else features.detach(), gamma))
-        whole, features, gamma = (_joined([o[i] for o in outputs]) for i in range(3))
-        assert whole is not None
+        report = PenaltyReport(engine.leaves() if record else self.network.params, self.details)
+        runs, gammas, features = [], [], []
+        loss, start = torch.zeros(()), 0
+        for batch in parts:
+            report.share = share = len(batch.x) / len(whole.x)
+            run, layer = self._forward(batch.x, engine.record if record else partial(Pass, engine))
+            seen = layer.features(run.features, len(batch.x))
+            check_labels(batch.y, run.logits)
+            gamma = self.gamma(batch, run.logits, seen, record, observe)
+            mean = self.losses(batch, run.logits, None if gamma is None else gamma.detach()).mean()
+            total = self.penalised(mean, batch, self.network.trained, run.logits, run.features, report, start)
+            run.backward(total if share == 1 else share * total, penalised=bool(self.penalties))
+            loss = mean.detach() if share == 1 else loss.to(mean.device) + share * mean.detach()
+            start += len(batch.x)
+            runs.append(run)
+            gammas.append(gamma)
+            features.append(None if run.features is None else run.features.detach())
+        logits, gamma = _joined([run.logits for run in runs]), _joined(gammas)
+        assert logits is not None
         terms = {"loss": loss, **report.values(loss)}
         if gamma is not None:
             terms["gamma_mean"] = gamma.mean()
         self.details -= report.reported
-        last = Last(whole, y, features, None if gamma is None else gamma.detach())
-        return terms, last, (whole, gamma, marks)
+        last = Last(logits, whole.y, _joined(features), None if gamma is None else gamma.detach())
+        return Gradient(terms, last, whole, logits, gamma, runs)
 
-    def _forward(self, x: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits, features, and what the gamma source looks at."""
+    def check(self, x: Tensor, y: Tensor) -> None:
+        """Compute every penalty and its gradient once."""
+        for term in self.penalties.values():
+            logits, features = outputs_of(self.network.trained(x))
+            value = term.penalty(self.network.trained, x, y, logits, features)
+            if value.requires_grad:
+                torch.autograd.grad(value, self.network.params, allow_unused=True)
+
+    def _forward(self, x: Tensor, forward: Callable[[Tensor], Any]) -> tuple[Any, _Layer]:
+        """`forward(x)`, in mixed precision if asked for, and the layer that the gamma source looks at."""
         mixed = torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext()
-        with mixed, _Layer(self.eager, getattr(self.source, "layer", None)) as layer:
-            logits, features = self.engine.forward(x) if keep else call(self.backbone, x)
-        return logits, features, features if layer.name is None else layer.features(len(x))
+        with mixed, _Layer(self.network.model, getattr(self.source, "layer", None)) as layer:
+            return forward(x), layer
 
     @torch.no_grad()
-    def _observe(self, parts: Sequence[tuple[Tensor, Tensor]], epoch: float) -> None:
+    def _observe(self, parts: Sequence[Batch]) -> None:
         """Show the whole batch to the gamma source at once: its statistics must not depend on the parts."""
         source: Any = self.source
-        found = [self._forward(x, keep=False) for x, _ in parts]
-        logits, seen = (_joined([f[i] for f in found]) for i in (0, 2))
-        x, y = (torch.cat([part[i] for part in parts]) for i in range(2))
-        source.observe(seen, logits=logits, labels=y, inputs=x, epoch=epoch)
+        seen, logits = [], []
+        for batch in parts:
+            (z, features), layer = self._forward(batch.x, self.network)
+            logits.append(z)
+            seen.append(layer.features(features, len(z)))
+        x, y = (torch.cat([getattr(batch, name) for batch in parts]) for name in "xy")
+        source.observe(_joined(seen), logits=_joined(logits), labels=y, inputs=x, epoch=parts[0].epoch)
 
 
 def non_finite(found: Mapping[str, float], names: Sequence[str]) -> str | None:
@@ -329,13 +274,25 @@ def check_batch(x: Tensor, y: Tensor, suffix: str) -> None:
     )
 
 
-def _check_divisible(model: nn.Module, n: int, chunk: int | None) -> None:
+def check_labels(y: Tensor, logits: Tensor, name: str = "y") -> None:
+    """Raise `InputError` for a label outside 0..K-1. On a GPU the look-up asserts that itself: no wait for it here."""
+    if y.device.type == "cpu":
+        k = logits.shape[-1]
+        low, high = (int(m) for m in y.aminmax())
+        if low < 0 or high >= k:
+            row = int(((y < 0) | (y >= k)).nonzero()[0])
+            raise InputError(
+                f"{name} must hold labels in 0..{k - 1}, one for each logit, {name}[{row}] is {int(y[row])}"
+            )
+
+
+def _check_divisible(model: nn.Module, batch: Batch, chunk: int | None) -> None:
     """The same gradient in parts as in one: not with statistics over the batch."""
-    if (found := coupling_layer(model)) is not None:
-        name, layer = found
+    if (coupling := coupling_layer(plain(model))) is not None:
+        name, layer = coupling
         raise InputError(
-            f"chunk must be >= the {n} samples of the batch, got {chunk}: {name} ({type(layer).__name__}) takes "
-            "statistics over the batch, so a part of it gives another gradient; use GroupNorm, or one chunk"
+            f"chunk must be >= the {len(batch.x)} samples of the batch, got {chunk}: {name} ({type(layer).__name__}) "
+            "takes statistics over the batch, so a part of it gives another gradient; use GroupNorm, or one chunk"
         )
 
 
@@ -345,17 +302,6 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     if len(parts) == 1 or first is None or first.dim() == 0:
         return first
     return torch.cat([p for p in parts if p is not None])
-
-
-class _Undo:
-    """Writes back the buffers that a training forward has changed, for a step that is not taken."""
-
-    def __init__(self, *modules: nn.Module | None) -> None:
-        self.saved = [(module, buffers_of(module)) for module in modules if module is not None]
-
-    def __call__(self) -> None:
-        for module, buffers in self.saved:
-            restore_buffers(module, buffers)
 
 
 class _Layer:
@@ -377,8 +323,10 @@ class _Layer:
     def _catch(self, module: nn.Module, args: Any, output: object) -> None:
         self.output = pool(output.detach() if isinstance(output, Tensor) else output, self.name)
 
-    def features(self, n: int) -> Tensor:
-        """What was caught, for a batch of n."""
+    def features(self, features: Tensor | None, n: int) -> Tensor | None:
+        """What was caught, for a batch of n; the features without a name."""
+        if self.name is None:
+            return features
         require(self.output is not None, f"layer {self.name!r} is not run in the backbone's forward pass")
         assert self.output is not None
         require(

@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from metacal.bilevel.engines import ENGINES, Mark, call
-from metacal.bilevel.inner import Inner, Kept, Last, Mix, NonFiniteError, check_batch, non_finite, read
-from metacal.bilevel.state import RandomState, Snapshot, buffers_of, preserved
-from metacal.bilevel.unrolled import HIGHER, check_unrollable, unrolled_gradient
-from metacal.bilevel.window import TrainingStep, Window, settings_of
+from metacal.bilevel.inner import (
+    Batch,
+    Gradient,
+    Inner,
+    Last,
+    Mix,
+    NonFiniteError,
+    check_batch,
+    check_labels,
+    non_finite,
+    read,
+)
+from metacal.bilevel.passes import ENGINES
+from metacal.bilevel.state import Snapshot, Undo, preserved
+from metacal.bilevel.unrolled import HIGHER, Unroller, check_unrollable
 from metacal.calibration.surrogates import Outer, build_outer
-from metacal.errors import InputError, require
+from metacal.errors import InputError, require, require_choice
+from metacal.network import Network, Streams, on_copies
 from metacal.objective import Loss, Penalty, Term, build_loss, build_penalties
-from metacal.optim.transpose import Cotangents, check_supported, total_norm, transposed_clip
+from metacal.optim.transpose import (
+    Cotangents,
+    check_supported,
+    clips,
+    kept_gradients,
+    total_norm,
+    transposed_clip,
+    transposed_update,
+)
 
-__all__ = ["Last", "MetaStep", "NonFiniteError"]
+__all__ = ["Last", "MetaStep", "NonFiniteError", "hypergradient_of"]
+
+Transpose = Callable[[Cotangents], tuple[Cotangents, float]]
+
+
+def hypergradient_of(
+    losses: Callable[[Tensor, Tensor | None], Tensor],
+    z: Tensor,
+    gamma: Tensor | None,
+    jv: Tensor,
+    meta_params: Sequence[Tensor],
+) -> list[Tensor]:
+    """∂/∂φ of 1/n Σ_i ⟨∂ℓ_i/∂z_i (γ_i(φ)), J_i v⟩: a backward through N × K numbers and the gamma source.
+
+    losses: ℓ_i of logits and gammas, `(N,)`. z, jv: `(N, K)`. gamma: a graph into `meta_params`.
+    """
+    z = z.to(jv.dtype).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(losses(z, gamma).mean(), z, create_graph=True)
+    grads = torch.autograd.grad((slope * jv).sum(), meta_params, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(meta_params, grads)]
 
 
 class MetaStep:
@@ -77,89 +116,40 @@ class MetaStep:
         chunk: int | None = None,
         mix: Mix | None = None,
     ) -> None:
-        require(
-            engine in ENGINES or engine == HIGHER,
-            f"engine must be one of {', '.join([*ENGINES, HIGHER])}, got {engine!r}",
-        )
+        require_choice("engine", engine, (*ENGINES, HIGHER))
+        require_choice("nonfinite", nonfinite, ("raise", "skip"))
         require(every >= 1, f"every must be >= 1, got {every}")
-        require(nonfinite in ("raise", "skip"), f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}")
         require(clip_norm is None or clip_norm > 0, f"clip_norm must be > 0 or None, got {clip_norm}")
         self.backbone, self.optimizer = backbone, optimizer
         self.gamma_net, self.meta_optimizer = gamma_net, meta_optimizer
-        self.meta_params = [] if gamma_net is None else [p for p in gamma_net.parameters() if p.requires_grad]
-        require(
-            meta_optimizer is None or bool(self.meta_params),
-            "meta_optimizer must be None: gamma_net has no parameters to learn",
-        )
-        if meta_optimizer is not None:
-            check_supported(optimizer)
-            if engine == HIGHER:
-                check_unrollable(optimizer)
-        self.outer = outer if isinstance(outer, Outer) else build_outer(outer)
-        self.loss = build_loss(loss, gamma_net is not None)
-        self.penalties = build_penalties(penalties)
         self.clip_norm, self.every, self.nonfinite, self.chunk = clip_norm, every, nonfinite, chunk
-        # a compiled model trains, its original is differentiated: compiled code has no forward or second derivative
-        self._eager: nn.Module = getattr(backbone, "_orig_mod", backbone)
-        named = [(name, p) for name, p in self._eager.named_parameters() if p.requires_grad]
-        require(bool(named), "backbone must have a parameter that requires a gradient, it has none")
-        self.params = [p for _, p in named]
-        ours = {id(p) for p in self.params}
-        require(
-            all(id(p) in ours for group in optimizer.param_groups for p in group["params"] if p.requires_grad),
-            "optimizer must hold parameters of the backbone only, it holds others",
-        )
-        self._unroll = engine == HIGHER
-        names = [name for name, _ in named]
+        self.network = Network(backbone)
+        self.params = self.network.params
+        self.meta_params = [] if gamma_net is None else [p for p in gamma_net.parameters() if p.requires_grad]
+        _check_parameters(self.network, optimizer, gamma_net, meta_optimizer)
+        self.outer = outer if isinstance(outer, Outer) else build_outer(outer)
+        terms = build_penalties(penalties)
+        self.inner = Inner(self.network, build_loss(loss, gamma_net is not None), gamma_net, terms, autocast, mix)
+        self.penalties = self.inner.penalties
+        _check_parts(self.inner, engine, meta_optimizer, chunk)
         options = dict(engine_options or {})
-        require(
-            mix is None or (chunk is None and not self._unroll),
-            "mix does not go with chunk or engine 'higher': leave one of them out",
-        )
+        self._unroller: Unroller | None = None
+        if engine == HIGHER:
+            if meta_optimizer is not None:
+                check_unrollable(optimizer)
+            self._unroller = Unroller(self.inner, optimizer, self.outer, clip_norm, every, options.pop("steps", 1))
+            engine = "forward"  # for the training steps, which are taken like the others
         if chunk is not None:
-            require(chunk >= 1, f"chunk must be >= 1 or None, got {chunk}")
-            require(
-                engine == "forward" or meta_optimizer is None, f"chunk needs engine 'forward', got engine {engine!r}"
-            )
-            for name, term in self.penalties.items():
-                require(
-                    not getattr(term.penalty, "batchwise", False),
-                    f"penalties[{name!r}] is no mean over samples, so a batch cannot be taken in chunks, "
-                    f"got chunk {chunk}",
-                )
             options.setdefault("reuse", False)  # what to reuse would be the activations of the whole batch
-        self._steps = options.pop("steps", 1) if self._unroll else 1
-        require(
-            1 <= self._steps <= every,
-            f"steps must be between 1 and every = {every}, so that windows do not overlap, got {self._steps}",
-        )
-        # the reference engine takes its training steps like the others, and unrolls them beside
-        kind = ENGINES["forward" if self._unroll else engine]
         try:
-            self._engine = kind(self.backbone, self._eager, names, self.params, **options)
+            self.engine = ENGINES[engine](self.network, **options)
         except TypeError:
             raise InputError(f"engine_options must be options of engine {engine!r}, got {options}") from None
-        self._inner = Inner(
-            self.backbone,
-            self._eager,
-            self.params,
-            optimizer,
-            gamma_net,
-            self.loss,
-            self.penalties,
-            self._engine,
-            clip_norm,
-            autocast,
-            chunk,
-            mix,
-        )
-        self._window: Window | None = None
         self.epoch: float = 0
         self.count = 0
         self.skipped = 0
         self.last: Last | None = None
-        self._kept: Kept | None = None
-        self._checked = False
+        self._tried = False  # whether an outer part has gone through
 
     @property
     def due(self) -> bool:
@@ -171,15 +161,17 @@ class MetaStep:
 
         Raises what a penalty raises for a network or inputs that it cannot work on (`InputError`).
         """
-        with preserved(self.optimizer, self._eager, self.gamma_net):
-            self._inner.check(x, y)
+        with preserved(self.optimizer, self.network.model, self.gamma_net):
+            self.inner.check(x, y)
 
     def detail(self) -> None:
         """Let each penalty, the next time that it is computed, report more than its value: see `step`.
 
         The gradient norm costs a backward pass of the penalty.
         """
-        self._inner.details.update(self.penalties)
+        self.inner.details.update(self.inner.penalties)
+
+    # -- the step ------------------------------------------------------------------------------------------------
 
     def step(
         self, x: Tensor, y: Tensor, x_meta: Tensor | None = None, y_meta: Tensor | None = None
@@ -191,41 +183,41 @@ class MetaStep:
         over the whole objective; `penalty/<name>_grad_norm`, of its weighted gradient; `time/penalty_<name>_ms`. A
         step, or the gamma source's part of one, that is skipped for a non-finite value returns what was found and
         `skipped: 1.0`. Without a meta batch this is the plain training step, operation by operation.
+
+        Raises `InputError` for input, networks and optimizers that it cannot work on, before anything has moved.
         """
         number, due = self.count, self.due
-        self._remember(x, y)
+        if self._unroller is not None and self.meta_optimizer is not None:
+            self._unroller.remember(x, y, number, self.epoch, self.optimizer)
+        # the first outer part may find something that it cannot differentiate, after the optimizer's step
+        safe = due and x_meta is not None and not self._tried
+        before = Snapshot(self.optimizer, self.network.model, self.gamma_net) if safe else None
         hypergradient, skipped = None, False
         try:
-            found, hypergradient = self._advance([(x, y)], x_meta if due else None, y_meta)
+            values, hypergradient = self._advance([(x, y)], x_meta if due else None, y_meta)
         except BaseException as error:
-            if self._window is not None:
-                self._window.steps.pop()  # only steps that were taken are unrolled
+            if before is not None and not isinstance(error, NonFiniteError):
+                before.restore()
+            if self._unroller is not None:
+                self._unroller.forget()
             if not isinstance(error, NonFiniteError) or self.nonfinite == "raise":
                 raise
-            found, skipped = error.found, True
-        finally:
-            self._engine.release()
+            values, skipped = error.found, True
         self.count += 1
-        if due:
-            self._window = None
+        if due and self._unroller is not None:
+            self._unroller.window = None
         if hypergradient is not None:
-            bad = non_finite(found, _OUTER)
+            self._tried = True
+            bad = non_finite(values, _OUTER)
             if bad is not None and self.nonfinite == "raise":
-                raise NonFiniteError(bad, found, number)
+                raise NonFiniteError(bad, values, number)
             skipped = bad is not None
         if skipped:
             self.skipped += 1
-            return {**found, "skipped": 1.0}
+            return {**values, "skipped": 1.0}
         if hypergradient is not None:
-            assert self.meta_optimizer is not None
-            for p, h in zip(self.meta_params, hypergradient):
-                p.grad = h
-            self.meta_optimizer.step()
-            self.meta_optimizer.zero_grad(set_to_none=True)
-            last = self.last
-            assert last is not None and last.meta_logits is not None and last.meta_labels is not None
-            self.outer.update(last.meta_logits, last.meta_labels)
-        return found
+            self._learn(hypergradient)
+        return values
 
     def hypergradient(
         self, x: Tensor | Sequence[Tensor], y: Tensor | Sequence[Tensor], x_meta: Tensor, y_meta: Tensor
@@ -238,24 +230,183 @@ class MetaStep:
         check_supported(self.optimizer)
         batches = [(x, y)] if isinstance(x, Tensor) and isinstance(y, Tensor) else [*zip(x, y)]
         require(
-            len(batches) == 1 or (self._unroll and len(batches) > 1),
+            len(batches) == 1 or (self._unroller is not None and len(batches) > 1),
             f"x must be one batch, got {len(batches)}: only engine 'higher' takes a sequence",
         )
-        last, window, carried = self.last, self._window, self._engine.state()
-        details, self._inner.details = self._inner.details, set()
-        self._window = None
+        last, carried, details = self.last, self.engine.state(), self.inner.details
+        window = None if self._unroller is None else self._unroller.window
+        self.inner.details = set()
         try:
-            with preserved(self.optimizer, self._eager, self.gamma_net):
-                found, hypergradient = self._advance(batches, x_meta, y_meta)
+            if self._unroller is not None:
+                self._unroller.window = None
+            with preserved(self.optimizer, self.network.model, self.gamma_net):
+                values, hypergradient = self._advance(batches, x_meta, y_meta)
         finally:
-            self._engine.release()
-            self._engine.load_state(carried)
-            self.last, self._window, self._inner.details = last, window, details
-        bad = non_finite(found, _OUTER)
+            self.engine.load_state(carried)
+            self.last, self.inner.details = last, details
+            if self._unroller is not None:
+                self._unroller.window = window
+        bad = non_finite(values, _OUTER)
         if bad is not None:
-            raise NonFiniteError(bad, found, self.count)
+            raise NonFiniteError(bad, values, self.count)
         assert hypergradient is not None
         return hypergradient
+
+    def _advance(
+        self, batches: Sequence[tuple[Tensor, Tensor]], x_meta: Tensor | None, y_meta: Tensor | None
+    ) -> tuple[dict[str, float], list[Tensor] | None]:
+        """The step of the backbone; the hypergradient through it if there is a meta batch.
+
+        Raises `NonFiniteError` before the step; the outer part's own numbers are for the caller to check.
+        """
+        try:
+            return self._step_and_outer(batches, x_meta, y_meta)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise InputError(
+                "model uses torch.utils.checkpoint with use_reentrant=True, through which no gradient can be taken "
+                "aside: set use_reentrant=False"
+            ) from error
+
+    def _step_and_outer(
+        self, batches: Sequence[tuple[Tensor, Tensor]], x_meta: Tensor | None, y_meta: Tensor | None
+    ) -> tuple[dict[str, float], list[Tensor] | None]:
+        for x, y in batches:
+            check_batch(x, y, "")
+        if x_meta is None:
+            for x, y in batches:
+                values, _, _ = self._train(x, y, record=False)
+            return values, None
+        if y_meta is None:
+            raise InputError("y_meta must be given with x_meta")
+        check_batch(x_meta, y_meta, "_meta")
+        if self._unroller is not None:
+            value, hypergradient, meta_logits = self._unroller.gradient(
+                batches, self.count, self.epoch, x_meta, y_meta, self.meta_params
+            )
+            for x, y in batches:
+                values, _, _ = self._train(x, y, record=False)
+        else:
+            values, gradient, back = self._train(*batches[0], record=True)
+            value, hypergradient, meta_logits = self._outer_part(gradient, back, x_meta, y_meta)
+        assert self.last is not None
+        self.last.meta_logits, self.last.meta_labels = meta_logits, y_meta
+        values |= read({"outer": value, "hypergradient_norm": total_norm(hypergradient)})
+        return values, hypergradient
+
+    def _train(self, x: Tensor, y: Tensor, record: bool) -> tuple[dict[str, float], Gradient, Transpose]:
+        """θ' = U(θ, g) with g = ∇_θ L, clipped. Returns what was found, the gradient's passes, and (∂U/∂g)ᵀ.
+
+        Raises `NonFiniteError`, and whatever a term refuses, with everything as it was.
+        """
+        batch = self.inner.batch(x, y, self.count, self.epoch)
+        undo = Undo(x.device, self.network.model, self.gamma_net)
+        try:
+            gradient, values = self._gradient(batch, record)
+            bad = non_finite(values, [name for name in values if not name.endswith("_share")])
+            if bad is not None:
+                raise NonFiniteError(bad, values, self.count)
+            values |= self._prepare(batch)
+            back = self._transpose(values["grad_norm"]) if record else _no_transpose
+        except BaseException as error:
+            # a step that is left out has drawn its random numbers, as it would have in any case
+            undo(streams=not isinstance(error, NonFiniteError))
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+        if record and not hasattr(self.optimizer, "perturb"):
+            self.engine.hold()
+        self.optimizer.step()
+        self.last = gradient.last
+        return values, gradient, back
+
+    def _gradient(self, batch: Batch, record: bool) -> tuple[Gradient, dict[str, float]]:
+        """The clipped gradient in `.grad`, and all numbers of it, read in the one wait for the device before the step.
+
+        SAM's is that of a second pass, at parameters moved along the first gradient; the first one moves the buffers.
+        """
+        optimizer: Any = self.optimizer
+        perturbs = hasattr(optimizer, "perturb")
+        optimizer.zero_grad(set_to_none=True)
+        gradient = self.inner.gradient(batch, self.engine, record and not perturbs, self.chunk)
+        if perturbs:
+            optimizer.perturb()
+            try:
+                optimizer.zero_grad(set_to_none=True)
+                with on_copies(self.network.model):
+                    second = self.inner.gradient(batch, self.engine, record, self.chunk, observe=False)
+                gradient = replace(second, terms=gradient.terms, last=gradient.last)
+                if record:
+                    self.engine.hold()
+            finally:
+                optimizer.restore()
+        if self.clip_norm is None:
+            norm = total_norm([p.grad for p in self.params if p.grad is not None])
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
+        return gradient, read({**gradient.terms, "grad_norm": norm})
+
+    def _prepare(self, batch: Batch) -> dict[str, float]:
+        """What the optimizer computes of the batch before its step (BulkSGD's eigenvectors), and what it tells."""
+        optimizer: Any = self.optimizer
+        if not (hasattr(optimizer, "prepare") and optimizer.prepare(batch.x, batch.y, self.chunk)):
+            return {}
+        return {
+            "bulk_sgd/eigenvalue": optimizer.eigenvalues[0],
+            "bulk_sgd/products": float(optimizer.products),
+            "bulk_sgd/converged": float(optimizer.converged),
+        }
+
+    def _transpose(self, norm: float) -> Transpose:
+        """(∂U/∂g)ᵀ of clipping and the step that the optimizer is about to take, to be called after it."""
+        clipped = None
+        if self.clip_norm is not None and clips(norm, self.clip_norm):
+            clipped = kept_gradients(self.optimizer, self.params)
+        step = transposed_update(self.optimizer, self.params)
+
+        def back(cotangents: Cotangents) -> tuple[Cotangents, float]:
+            v, factor = step(cotangents)
+            if clipped is not None and self.clip_norm is not None:
+                factor *= transposed_clip(clipped, norm, self.clip_norm, v)
+            return v, factor
+
+        return back
+
+    def _outer_part(
+        self, gradient: Gradient, back: Transpose, x_meta: Tensor, y_meta: Tensor
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """M at the new parameters, dM/dφ through the step just taken, and the meta batch's logits."""
+        # batch statistics as in training; a stream of its own, where a model draws only if it did in the training pass
+        with Streams.aside(x_meta.device, seeded=gradient.runs[0].streams.moved()):
+            meta_logits = _full(self.network.aside(x_meta)[0])
+        check_labels(y_meta, meta_logits, "y_meta")
+        value = self.outer(meta_logits, y_meta)
+        u: Cotangents = [None] * len(self.params)
+        if value.requires_grad:
+            u = list(torch.autograd.grad(value, self.params, allow_unused=True))
+        v, factor = back(u)
+        jv = torch.cat([run.jv(v) for run in gradient.runs])
+        batch = gradient.batch
+        hypergradient = hypergradient_of(
+            lambda z, gamma: self.inner.losses(batch, z, gamma),
+            gradient.logits,
+            gradient.gamma,
+            jv * factor,
+            self.meta_params,
+        )
+        return value.detach(), hypergradient, meta_logits.detach()
+
+    def _learn(self, hypergradient: list[Tensor]) -> None:
+        """The gamma source's own step, and the outer objective's note of the meta batch."""
+        assert self.meta_optimizer is not None and self.last is not None
+        for p, h in zip(self.meta_params, hypergradient):
+            p.grad = h
+        self.meta_optimizer.step()
+        self.meta_optimizer.zero_grad(set_to_none=True)
+        assert self.last.meta_logits is not None and self.last.meta_labels is not None
+        self.outer.update(self.last.meta_logits, self.last.meta_labels)
+
+    # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the modules' and optimizers' own states."""
@@ -263,149 +414,60 @@ class MetaStep:
             "count": self.count,
             "skipped": self.skipped,
             "outer": self.outer.state_dict(),
-            "engine": self._engine.state(),
-            "details": sorted(self._inner.details),
-            "window": None if self._window is None else self._window.state_dict(),
+            "engine": self.engine.state(),
+            "details": sorted(self.inner.details),
+            "window": None if self._unroller is None else self._unroller.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count, self.skipped = state["count"], state["skipped"]
         self.outer.load_state_dict(state["outer"])
-        self._engine.load_state(state["engine"])
-        self._inner.details = set(state.get("details", ()))
-        window = state.get("window")
-        if window is not None and self._steps > 1:
-            self._window = Window.from_state(window, self.optimizer, self._eager, self.gamma_net)
-        else:
-            self._window = None
-
-    # -- the step ---------------------------------------------------------------------------------------------
-
-    def _remember(self, x: Tensor, y: Tensor) -> None:
-        """Engine "higher" with several steps: start a window at its first step, and add this batch to it."""
-        if self._steps == 1 or self.meta_optimizer is None:
-            return
-        if self.count % self.every == self.every - self._steps:
-            self._window = Window(Snapshot(self.optimizer, self._eager, self.gamma_net))
-        if self._window is not None:
-            self._window.steps.append(
-                TrainingStep(x, y, settings_of(self.optimizer), self.epoch, RandomState(x.device))
-            )
-
-    def _advance(
-        self,
-        batches: Sequence[tuple[Tensor, Tensor]],
-        x_meta: Tensor | None,
-        y_meta: Tensor | None,
-    ) -> tuple[dict[str, float], list[Tensor] | None]:
-        """The step of the backbone; the hypergradient through it if there is a meta batch.
-
-        Raises `NonFiniteError` before the step; the outer part's own numbers are for the caller to check.
-        """
-        for x, y in batches:
-            check_batch(x, y, "")
-        if x_meta is None:
-            found = [self._plain(x, y) for x, y in batches]
-            return found[-1], None
-        if y_meta is None:
-            raise InputError("y_meta must be given with x_meta")
-        check_batch(x_meta, y_meta, "_meta")
-        if self._unroll:
-            settings = settings_of(self.optimizer)
-            window = self._window or Window(None, [TrainingStep(x, y, settings, self.epoch) for x, y in batches])
-            value, hypergradient, meta_logits = self._unrolled(window, x_meta, y_meta)
-            found = [self._plain(x, y) for x, y in batches]
-        else:
-            if not self._checked:
-                self._engine.check(batches[0][0][:2])
-                self._checked = True
-            found = [self._plain(*batches[0], keep=True)]
-            value, hypergradient, meta_logits = self._outer_part(found[-1], x_meta, y_meta)
-        assert self.last is not None
-        self.last.meta_logits, self.last.meta_labels = meta_logits, y_meta
-        found[-1].update(read({"outer": value, "hypergradient_norm": total_norm(hypergradient)}))
-        return found[-1], hypergradient
-
-    def _plain(self, x: Tensor, y: Tensor, keep: bool = False) -> dict[str, float]:
-        """The training step of the backbone. `keep`: an outer part follows, and what it needs is kept."""
-        found, self.last, self._kept = self._inner.step(x, y, self.count, self.epoch, keep)
-        return found
-
-    def _outer_part(
-        self, found: dict[str, float], x_meta: Tensor, y_meta: Tensor
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """M at the new parameters, dM/dφ through the step just taken, and the meta batch's logits."""
-        kept, self._kept = self._kept, None
-        assert kept is not None
-        # batch statistics as in training; the buffers and the random stream are not touched
-        with self._engine.aside(x_meta.device):
-            meta_logits = _full(call(self._eager, x_meta, buffers_of(self._eager))[0])
-        value = self.outer(meta_logits, y_meta)
-        cotangents: list[Tensor | None] = [None] * len(self.params)
-        if value.requires_grad:
-            cotangents = list(torch.autograd.grad(value, self.params, allow_unused=True))
-        cotangents, factor = kept.transpose(cotangents)
-        if kept.clipped is not None and self.clip_norm is not None:
-            factor *= transposed_clip(kept.clipped, found["grad_norm"], self.clip_norm, cotangents)
-            kept.clipped = None
-        if len(kept.marks) == 1:
-            product = self._engine.product(cotangents)
-        else:
-            product = torch.cat([self._product_of_part(mark, cotangents) for mark in kept.marks])
-
-        # ∂/∂φ of 1/n Σ_i ⟨∂ℓ_i/∂z_i (γ_i), (J v)_i⟩: a backward through N × K numbers and the gamma source
-        z = kept.logits.to(product.dtype).detach().requires_grad_()
-        (slope,) = torch.autograd.grad(kept.losses(z, kept.gamma).mean(), z, create_graph=True)
-        grads = torch.autograd.grad((slope * product).sum() * factor, self.meta_params, allow_unused=True)
-        hypergradient = [torch.zeros_like(p) if g is None else g for p, g in zip(self.meta_params, grads)]
-        return value.detach(), hypergradient, meta_logits.detach()
-
-    def _product_of_part(self, mark: Mark, cotangents: Cotangents) -> Tensor:
-        self._engine.resume(mark)
-        return self._engine.product(cotangents)
-
-    def _unrolled(self, window: Window, x_meta: Tensor, y_meta: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        """As `_outer_part`, by unrolling the steps of a window, whose last one is about to be taken."""
-        require(
-            getattr(self.gamma_net, "layer", None) is None,
-            "gamma_net cannot read an inner layer with engine 'higher', use engine 'forward'",
-        )
-        kept: list[Tensor] = []
-        first = self.count - (0 if self._window is None else len(self._window.steps) - 1)
-
-        def inner(model: nn.Module, i: int) -> Tensor:
-            step = window.steps[i]
-            x, y = step.x, step.y
-            if step.random is not None:
-                step.random.restore()
-            logits, features = call(model, x)
-            gamma = self._inner.gamma(x, y, logits, features, step.epoch, grad=True)
-            count = first + i
-            loss = self.loss(logits, y, gamma).mean()
-            return self._inner.penalised(loss, model, x, y, logits, features, count, step.epoch)
-
-        def outer(model: nn.Module) -> Tensor:
-            meta_logits = _full(call(model, x_meta)[0])
-            kept.append(meta_logits.detach())
-            return self.outer(meta_logits, y_meta)
-
-        with preserved(self.optimizer, self._eager, self.gamma_net):
-            if window.start is not None:
-                window.start.restore()
-            value, grads = unrolled_gradient(
-                self._eager,
-                self.optimizer,
-                [step.settings for step in window.steps],
-                inner,
-                outer,
-                self.meta_params,
-                self.clip_norm,
-            )
-        return value, grads, kept[0]
+        self.engine.load_state(state["engine"])
+        self.inner.details = set(state.get("details", ()))
+        if self._unroller is not None:
+            self._unroller.load_state_dict(state.get("window"))
 
 
 _OUTER = ("outer", "hypergradient_norm")
 
 
+def _no_transpose(cotangents: Cotangents) -> tuple[Cotangents, float]:
+    raise RuntimeError("this step was taken without an outer part")
+
+
 def _full(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def _check_parameters(
+    network: Network, optimizer: Optimizer, gamma_net: nn.Module | None, meta_optimizer: Optimizer | None
+) -> None:
+    require(bool(network.params), "backbone must have a parameter that requires a gradient, it has none")
+    for name, p in zip(network.names, network.params):
+        require(p.is_floating_point(), f"backbone must have real parameters, {name} is {p.dtype}: hold its two parts")
+    ours = {id(p) for p in network.params}
+    require(
+        all(id(p) in ours for group in optimizer.param_groups for p in group["params"] if p.requires_grad),
+        "optimizer must hold parameters of the backbone only, it holds others",
+    )
+    if meta_optimizer is not None:
+        learned = gamma_net is not None and any(p.requires_grad for p in gamma_net.parameters())
+        require(learned, "meta_optimizer must be None: gamma_net has no parameters to learn")
+        check_supported(optimizer)
+
+
+def _check_parts(inner: Inner, engine: str, meta_optimizer: Optimizer | None, chunk: int | None) -> None:
+    """Which options go together."""
+    require(
+        inner.mix is None or (chunk is None and engine != HIGHER),
+        "mix does not go with chunk or engine 'higher': leave one of them out",
+    )
+    if chunk is None:
+        return
+    require(chunk >= 1, f"chunk must be >= 1 or None, got {chunk}")
+    require(engine == "forward" or meta_optimizer is None, f"chunk needs engine 'forward', got engine {engine!r}")
+    for name, term in inner.penalties.items():
+        require(
+            not getattr(term.penalty, "batchwise", False),
+            f"penalties[{name!r}] is no mean over samples, so a batch cannot be taken in chunks, got chunk {chunk}",
+        )

@@ -1,24 +1,26 @@
 """The reference: k >= 1 training steps unrolled by the `higher` library (Grefenstette et al. 2019).
 
-Keeps the graph of everything, so it is the dearest engine and the only one that sees more than one step.
-`higher` 0.2.1 computes torch's SGD (momentum, Nesterov, dampening, weight decay) exactly; its Adam puts epsilon
-elsewhere and its SGD ignores `maximize`, so these are refused here.
+Keeps the graph of everything, so it is the dearest engine, for tests and comparisons. `higher` 0.2.1 computes torch's
+SGD (momentum, Nesterov, dampening, weight decay) exactly; its Adam puts epsilon elsewhere and its SGD ignores
+`maximize`, so these are refused here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from metacal.bilevel.state import RandomState
+from metacal.bilevel.inner import Batch, Inner
+from metacal.bilevel.state import Snapshot, preserved
 from metacal.errors import InputError, require
-from metacal.forward_mode import plain_attention
+from metacal.network import Streams, outputs_of, plain_attention
 
-__all__ = ["HIGHER", "check_unrollable", "unrolled_gradient"]
+__all__ = ["HIGHER", "TrainingStep", "Unroller", "Window", "check_unrollable", "unrolled_gradient"]
 
 
 HIGHER = "higher"
@@ -72,7 +74,162 @@ def unrolled_gradient(
     with plain_attention(), context as (functional, steps):
         for i, override in enumerate(settings):
             steps.step(inner(functional, i), override=override, grad_callback=clip)
-        with RandomState.aside(device):
+        with Streams.aside(device):
             value = outer(functional)
         grads = torch.autograd.grad(value, params, allow_unused=True)
     return value.detach(), [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads)]
+
+
+# -- windows of training steps -------------------------------------------------------------------------------------
+
+_SETTINGS = ("lr", "momentum", "dampening", "weight_decay")
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, list[float]]:
+    """What a schedule may change from step to step, one value for each parameter group."""
+    groups = optimizer.param_groups
+    return {key: [float(group[key]) for group in groups] for key in _SETTINGS if all(key in group for group in groups)}
+
+
+@dataclass
+class TrainingStep:
+    """A batch and what its step read beside the parameters: settings of the optimizer, epoch, random state before.
+
+    random: None for the state that the streams are in when the step is unrolled.
+    """
+
+    x: Tensor
+    y: Tensor
+    settings: dict[str, list[float]]
+    epoch: float
+    random: Streams | None = None
+
+
+@dataclass
+class Window:
+    """Steps taken since `start`, which is the state before the first of them, None for the present one."""
+
+    start: Snapshot | None = None
+    steps: list[TrainingStep] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: tensors and plain Python."""
+        return {
+            "start": None if self.start is None else self.start.state_dict(),
+            "steps": [
+                {
+                    # a batch may be a view of a whole data set, which would be saved with it
+                    "x": step.x.clone(),
+                    "y": step.y.clone(),
+                    "settings": step.settings,
+                    "epoch": step.epoch,
+                    "random": None if step.random is None else step.random.state(),
+                }
+                for step in self.steps
+            ],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], optimizer: Optimizer, *modules: nn.Module | None) -> Window:
+        """The window that gave this `state_dict`, of the same optimizer and modules."""
+        start = None if state["start"] is None else Snapshot.from_state(state["start"], optimizer, *modules)
+        device = optimizer.param_groups[0]["params"][0].device
+        window = cls(start)
+        for step in state["steps"]:
+            x, y = step["x"].to(device), step["y"].to(device)
+            random = None if step["random"] is None else Streams.from_state(step["random"], device)
+            window.steps.append(TrainingStep(x, y, step["settings"], step["epoch"], random))
+        return window
+
+
+class Unroller:
+    """Differentiates the last `steps` of every `every` training steps together.
+
+    Attributes: `window`, the steps taken since its start; None between windows, and always for a single step.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        optimizer: Optimizer,
+        outer: Callable[[Tensor, Tensor], Tensor],
+        clip_norm: float | None,
+        every: int,
+        steps: int,
+    ) -> None:
+        require(
+            1 <= steps <= every,
+            f"steps must be between 1 and every = {every}, so that windows do not overlap, got {steps}",
+        )
+        self.inner, self.optimizer, self.outer, self.clip_norm = inner, optimizer, outer, clip_norm
+        self.every, self.steps = every, steps
+        self.window: Window | None = None
+
+    def remember(self, x: Tensor, y: Tensor, count: int, epoch: float, optimizer: Optimizer) -> None:
+        """Start a window at its first step, and add the coming step to it."""
+        if self.steps == 1:
+            return
+        if count % self.every == self.every - self.steps:
+            self.window = Window(Snapshot(optimizer, self.inner.network.model, self.inner.source))
+        if self.window is not None:
+            self.window.steps.append(TrainingStep(x, y, settings_of(optimizer), epoch, Streams(x.device)))
+
+    def forget(self) -> None:
+        """The last step was not taken: it is not unrolled."""
+        if self.window is not None:
+            self.window.steps.pop()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None if self.window is None else self.window.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        self.window = None
+        if state is not None and self.steps > 1:
+            model, source = self.inner.network.model, self.inner.source
+            self.window = Window.from_state(dict(state), self.optimizer, model, source)
+
+    def gradient(
+        self,
+        batches: Sequence[tuple[Tensor, Tensor]],
+        count: int,
+        epoch: float,
+        x_meta: Tensor,
+        y_meta: Tensor,
+        meta_params: Sequence[Tensor],
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """M, dM/dφ and the meta logits, through the window's steps, or without a window through one on each batch.
+
+        The window's last step is number `count`, which is about to be taken.
+        """
+        inner = self.inner
+        require(
+            getattr(inner.source, "layer", None) is None,
+            "gamma_net cannot read an inner layer with engine 'higher', use engine 'forward'",
+        )
+        settings = settings_of(self.optimizer)
+        window = self.window or Window(None, [TrainingStep(x, y, settings, epoch) for x, y in batches])
+        first = count - (0 if self.window is None else len(window.steps) - 1)
+        meta: list[Tensor] = []
+
+        def loss(model: nn.Module, i: int) -> Tensor:
+            step = window.steps[i]
+            if step.random is not None:
+                step.random.restore()
+            batch = Batch(step.x, step.y, first + i, step.epoch)
+            logits, features = outputs_of(model(batch.x))
+            gamma = inner.gamma(batch, logits, features, grad=True)
+            return inner.penalised(inner.losses(batch, logits, gamma).mean(), batch, model, logits, features)
+
+        def outer(model: nn.Module) -> Tensor:
+            z, _ = outputs_of(model(x_meta))
+            z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+            meta.append(z.detach())
+            return self.outer(z, y_meta)
+
+        model = inner.network.model
+        with preserved(self.optimizer, model, inner.source):
+            if window.start is not None:
+                window.start.restore(settings=False)  # what the user has set since then holds
+            overrides = [step.settings for step in window.steps]
+            value, grads = unrolled_gradient(model, self.optimizer, overrides, loss, outer, meta_params, self.clip_norm)
+        return value, grads, meta[0]

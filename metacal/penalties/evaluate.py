@@ -107,6 +107,10 @@ def require_second_derivative(name: str, slope: Tensor) -> None:
 
 def graph_names(t: Tensor) -> set[str]:
     """The names of all nodes in a tensor's graph."""
+    return {node.name() for node in nodes_of(t)}
+
+
+def nodes_of(t: Tensor) -> set[Any]:
     if t.grad_fn is None:
         return set()
     seen: set[Any] = {t.grad_fn}
@@ -116,4 +120,4 @@ def graph_names(t: Tensor) -> set[str]:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
-    return {node.name() for node in seen}
+    return seen

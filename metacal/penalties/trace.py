@@ -31,13 +31,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from metacal.autodiff.plain import WRONG, PlainNorms
 from metacal.autodiff.tape import Tape
-from metacal.bilevel.state import RandomState
 from metacal.curvature.layers import Captured, Site, capture, examples_depend, gram_of
 from metacal.curvature.problem import LOSSES, Problem, factor_columns, logit_factor, logit_gradient, logit_hessian
 from metacal.curvature.structure import curved_activations
 from metacal.curvature.trace import signs_at
 from metacal.errors import InputError, require, require_choice
-from metacal.forward_mode import plain_attention
+from metacal.network import Streams, plain_attention
 from metacal.penalties.chain import Head, chain_from, ends_in_linear, head_from
 from metacal.penalties.evaluate import (
     check_batch,
@@ -166,8 +165,7 @@ def _estimated(
             return _closed(probe, *chain, z[rows], y[part]), "closed form", z
         x, y = x[part], y[part]
         # dropout with masks of its own, and the stream outside not moved
-        with RandomState.aside(x.device, seeded=False):
-            torch.manual_seed(_hash((seed, step)))
+        with Streams.aside(x.device, seed=_hash((seed, step))):
             if len(z) != len(x):
                 z = logits_of(model, x)
             layers = _layers(which, model, x, y, loss)

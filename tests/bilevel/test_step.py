@@ -431,34 +431,53 @@ class NoForwardMode(torch.autograd.Function):
         return grad * 2
 
 
-class Grid(nn.Module):
-    """Holds an operation without a forward-mode derivative in PyTorch."""
+class Once(NoForwardMode):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
 
-    def __init__(self, own: bool) -> None:
+
+class Grid(nn.Module):
+    """Holds an operation that has no rule of its own."""
+
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.conv, self.head, self.own = nn.Conv2d(3, 3, 1), nn.Linear(48, 3), own
+        self.conv, self.head, self.kind = nn.Conv2d(3, 3, 1), nn.Linear(48, 3), kind
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
-        if self.own:
-            return self.head(NoForwardMode.apply(x).flatten(1))
+        if self.kind != "grid_sample":
+            return self.head((Once if self.kind == "once" else NoForwardMode).apply(x).flatten(1))
         grid = F.affine_grid(torch.eye(2, 3, dtype=x.dtype).expand(len(x), 2, 3), list(x.shape), align_corners=False)
         return self.head(F.grid_sample(x, grid, align_corners=False).flatten(1))
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_an_operation_without_forward_mode_is_named_before_anything_changes(own: bool) -> None:
+def gridded(kind: str) -> Problem:
     problem = make_problem("mlp")
-    problem.backbone = Backbone(Grid(own)).double()
+    problem.backbone = Backbone(Grid(kind)).double()
     problem.gamma_net = GammaNet(48).double()
     nn.init.normal_(problem.gamma_net.last.weight)
-    meta = make_step(problem)
-    kept = everything(meta)
-    with pytest.raises(InputError, match=r"use engine 'difference' or 'reverse': .*(grid_sampl|Function)"):
-        meta.step(*problem.batches)
-    assert all(torch.equal(a, b) for a, b in zip(kept, everything(meta), strict=True))
-    for engine in ("difference", "reverse"):
-        assert make_step(problem, engine=engine).step(*problem.batches)["hypergradient_norm"] > 0
+    return problem
+
+
+@pytest.mark.parametrize("kind", ["grid_sample", "function"])
+def test_an_operation_without_a_rule_is_differentiated_twice(kind: str) -> None:
+    problem = gridded(kind)
+    exact = {e: make_step(problem, engine=e).hypergradient(*problem.batches) for e in ("forward", "reverse")}
+    for a, b in zip(exact["forward"], exact["reverse"]):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-14)
+
+
+def test_an_operation_without_second_derivative_is_named_and_nothing_has_changed() -> None:
+    problem = gridded("once")
+    for engine in ("forward", "reverse"):
+        meta = make_step(problem, engine=engine)
+        kept = everything(meta)
+        with pytest.raises(InputError, match=r"second derivative, which is missing .*graph node.* engine 'difference'"):
+            meta.step(*problem.batches)
+        assert all(torch.equal(a, b) for a, b in zip(kept, everything(meta), strict=True))
+    assert make_step(problem, engine="difference").step(*problem.batches)["hypergradient_norm"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""Whether a network's logits depend on values that it takes out of the derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Cuts"]
+
+_SHAPE_ONLY = {
+    torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
+    torch.randint_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor,
+}  # fmt: skip
+
+
+class Cuts(TorchFunctionMode):
+    """Inside `with Cuts() as cuts: z = model(x)`, follows what `detach`, `.data` and `no_grad` made of values with a
+    graph; `cuts.reach(z)` says whether z was computed from any of it.
+
+    A backward pass takes such values as constants, a difference of two forward passes does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cut: Any = WeakTensorKeyDictionary()  # whether it had a graph when it was made
+
+    def reach(self, z: Tensor) -> bool:
+        # a value made without a graph that has one now came out of an autograd Function, whose derivative is its own
+        return z in self._cut and (self._cut[z] or not z.requires_grad)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(_tensors((*args, *kwargs.values())))
+        graph = any(t.requires_grad for t in inputs)
+        result = func(*args, **kwargs)
+        if func in _SHAPE_ONLY:
+            return result
+        constant = not torch.is_grad_enabled() or func in (Tensor.detach, Tensor.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
+        if (graph and constant) or any(self.reach(t) for t in inputs):
+            for t in _tensors((result,)):
+                if t.is_floating_point() or t.is_complex():  # a comparison has no derivative either way
+                    self._cut[t] = t.requires_grad
+        return result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

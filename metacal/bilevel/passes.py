@@ -1,0 +1,386 @@
+"""A recorded forward pass of a training batch, which can be asked for J v at its own θ after the optimizer's step.
+
+With u = ∇_{θ'} M and v = (∂U/∂g)ᵀ u the hypergradient is
+
+    dM/dφ = ∂/∂φ 1/n Σ_i ⟨ ∂ℓ_i/∂z_i (γ_i(φ)), J_i v ⟩,     J_i v = d/dε z_i(θ + εv) at ε = 0,
+
+J at the *old* θ, on the training batch, with the dropout masks and buffers of the training pass. The engines differ in
+how they get J v, and are used alike:
+
+    run = engine.record(x)                    # a Pass: the training forward, its values those of a plain one
+    run.backward(loss)                        # adds the gradient of the loss to .grad
+    engine.hold()                             # before the optimizer overwrites θ
+    optimizer.step()
+    run.jv(v)                                 # (N, K)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from metacal.autodiff.cuts import Cuts
+from metacal.autodiff.tape import Tape
+from metacal.errors import InputError, require
+from metacal.network import ModuleState, Network, Streams, check_repeated
+from metacal.optim.transpose import Cotangents, total_norm
+from metacal.penalties.evaluate import graph_names, nodes_of
+
+__all__ = ["ENGINES", "Difference", "Engine", "Forward", "Pass", "Recorded", "Reverse"]
+
+
+class Engine:
+    """Makes passes of one network. `old` is the memory for copies of θ, kept from step to step."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.old: list[Tensor] = []
+
+    def record(self, x: Tensor) -> Recorded:
+        raise NotImplementedError
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors whose graph a pass builds: θ, and a copy of it if the engine works on one."""
+        return self.network.params
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Copy θ."""
+        if not self.old:
+            self.old = [torch.empty_like(p) for p in self.network.params]
+        torch._foreach_copy_(self.old, self.network.params)
+
+    def state(self) -> float:
+        """What goes from step to step, for checkpoints."""
+        return 0.0
+
+    def load_state(self, state: float) -> None:
+        """Go on from a `state`."""
+
+
+class Pass:
+    """A training forward.
+
+    Attributes: `logits` (N, K), `features` (N, D) or None, with their graphs until `backward`.
+    """
+
+    def __init__(self, engine: Engine, x: Tensor) -> None:
+        self.engine, self.network, self.x = engine, engine.network, x
+        self.logits, self.features = self.forward()
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        return self.network(self.x)
+
+    def backward(self, loss: Tensor, penalised: bool = False) -> None:
+        """Add the gradient of the loss to `.grad`. penalised: not only the logits carry θ into the loss."""
+        self.logits = self.logits.detach()
+        loss.backward()
+
+
+class Recorded(Pass):
+    """A training forward that can be asked for J v, and what it started from: streams, buffers and attributes."""
+
+    def __init__(self, engine: Engine, x: Tensor) -> None:
+        self.version = x._version
+        self.state = ModuleState(engine.network.model)
+        self.streams = Streams(x.device)
+        super().__init__(engine, x)
+
+    def jv(self, v: Cotangents) -> Tensor:
+        """J v at the θ that was held, `(N, K)`; None in v is zero."""
+        raise NotImplementedError
+
+    def repeated(self, params: list[Tensor]) -> Tensor:
+        """The logits of the same pass at other parameters: same masks, same buffers; nothing moves."""
+        require(
+            self.x._version == self.version,
+            "model changes its input in place, so that its pass cannot be repeated: copy the input in its forward, "
+            "or use engine 'reverse'",
+        )
+        with self.streams.replayed(), self.network.holding(params):
+            return self.network.aside(self.x, self.state)[0]
+
+
+def _tolerance(recorded: Tensor, exact: bool) -> float:
+    """How far the logits of a repeated pass may be from the recorded ones: rounding, by their precision.
+
+    exact: by the same operations; a compiled or mixed-precision pass is repeated by others.
+    """
+    if not exact or recorded.dtype in (torch.float16, torch.bfloat16):
+        return 0.1
+    return 1e-9 if recorded.dtype == torch.float64 else 1e-3
+
+
+_NO_SECOND = (
+    "the hypergradient needs a rule for every operation of the model, or its second derivative, which is missing ({}): "
+    "use plain operations in its place, or engine 'difference'"
+)
+
+
+def double_vjp(z: Tensor, params: Sequence[Tensor], v: Cotangents) -> Tensor:
+    """J v as the derivative of Jᵀw, which is linear in w: J v = ∂⟨Jᵀw, v⟩/∂w.
+
+    Raises `InputError` where an operation has no second derivative.
+    """
+    w = torch.zeros_like(z, requires_grad=True)
+    used = [(p, t) for p, t in zip(params, v) if t is not None]
+    return _derivative_in(w, _gradient_in(w, z, [p for p, _ in used]), [t for _, t in used])
+
+
+def _gradient_in(w: Tensor, z: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Jᵀw with a graph in w."""
+    with _naming_what_lacks():
+        return torch.autograd.grad(z, params, w, create_graph=True, allow_unused=True)
+
+
+@contextmanager
+def _naming_what_lacks() -> Iterator[None]:
+    try:
+        yield
+    except NotImplementedError as error:
+        raise InputError(_NO_SECOND.format(str(error).splitlines()[0])) from error
+
+
+def _derivative_in(w: Tensor, grads: Sequence[Tensor | None], v: Cotangents) -> Tensor:
+    """∂⟨g(w), v⟩/∂w for gradients with graphs."""
+    pairs = [(g, t) for g, t in zip(grads, v) if g is not None and t is not None and g.requires_grad]
+    if not pairs:
+        return torch.zeros_like(w)
+    # PyTorch would raise late, or leave out a function that is once_differentiable without saying so
+    for kind in graph_names(torch.stack([(g * t).sum() for g, t in pairs]).sum()):
+        if kind.endswith("Error") or "NotImplemented" in kind:
+            raise InputError(_NO_SECOND.format(f"graph node {kind}"))
+    with _naming_what_lacks():
+        (product,) = torch.autograd.grad([g for g, _ in pairs], w, [t for _, t in pairs], allow_unused=True)
+    return torch.zeros_like(w) if product is None else product.detach()
+
+
+class Forward(Engine):
+    """Derivatives carried along the recorded pass, by a rule for each operation (`metacal.autodiff`). Exact.
+
+    Where an operation has no rule, and for passes that were compiled or in mixed precision, the pass is repeated at the
+    old θ and, if that does not help, differentiated twice. reuse: false always repeats, which keeps no activations.
+    """
+
+    def __init__(self, network: Network, reuse: bool = True) -> None:
+        super().__init__(network)
+        self.reuse = reuse
+
+    def record(self, x: Tensor) -> Recorded:
+        return _Taped(self, x)
+
+
+class _Taped(Recorded):
+    engine: Forward
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        self.exact = self.network.trained is self.network.model and not torch.is_autocast_enabled(self.x.device.type)
+        self.tape: Tape | None = None
+        if not (self.engine.reuse and self.exact):
+            return self.network(self.x)
+        with Tape(self.network.params) as tape:
+            logits, features = self.network(self.x)
+        tape.close(logits)  # kept once a run can take θ as it was
+        return logits, features
+
+    def jv(self, v: Cotangents) -> Tensor:
+        with suppress(NotImplementedError):  # no rule for an operation, or a value that was overwritten
+            if self.tape is not None:
+                return self._along(self.tape, v)
+        params = [p.detach().requires_grad_() for p in self.engine.old]
+        with torch.enable_grad(), Tape(params) as tape:
+            z = self.repeated(params)
+        check_repeated(z, self.logits, _tolerance(self.logits, self.exact), "use engine 'reverse'")
+        with suppress(NotImplementedError):
+            return self._along(tape.close(z), v)
+        with torch.enable_grad(), self.network.holding(params):  # checkpointed parts run again
+            return double_vjp(z, params, v)
+
+    @torch.no_grad()
+    def _along(self, tape: Tape, v: Cotangents) -> Tensor:
+        product, _ = tape.run(v)
+        return torch.zeros_like(self.logits) if product is None else product
+
+
+class Difference(Engine):
+    """Difference quotient of the logits: one or, if `central`, two plain forwards.
+
+        J v ≈ (z(θ + εv) − z(θ)) / ε     or     (z(θ + εv) − z(θ − εv)) / 2ε
+
+    ε is such that the logits move by `relative` of their size (root mean squares), whatever the network's
+    sensitivity, which no rule from ‖θ‖ and ‖v‖ knows: it is that of the last step, with a second try where that
+    is off by more than a factor of three. z(θ) is that of the training pass. The error is of order ε for smooth
+    networks; kinks of ReLU networks with batch statistics leave more.
+    """
+
+    def __init__(self, network: Network, relative: float = 2e-3, central: bool = False) -> None:
+        super().__init__(network)
+        require(relative > 0, f"relative must be > 0, got {relative}")
+        self.relative, self.central = relative, central
+        self.sensitivity = 0.0  # size of J v over that of v, at the last step
+        self.checked = False
+
+    def record(self, x: Tensor) -> Recorded:
+        return _Compared(self, x)
+
+    def state(self) -> float:
+        return self.sensitivity
+
+    def load_state(self, state: float) -> None:
+        self.sensitivity = state
+
+
+class _Compared(Recorded):
+    engine: Difference
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        self.exact = self.network.trained is self.network.model and not torch.is_autocast_enabled(self.x.device.type)
+        if self.engine.checked or not self.exact:
+            return self.network(self.x)
+        with Cuts() as cuts:
+            outputs = self.network(self.x)
+        require(
+            not cuts.reach(outputs[0]),
+            "model detaches values that its logits depend on (detach, no_grad or .data), which a difference of logits "
+            "cannot leave out: use engine 'forward'",
+        )
+        return outputs
+
+    @torch.no_grad()
+    def jv(self, v: Cotangents) -> Tensor:
+        engine, old = self.engine, self.engine.old
+        pairs = [(p, t) for p, t in zip(old, v) if t is not None]
+        moved, tangents = [p for p, _ in pairs], [t for _, t in pairs]
+        size = float(total_norm(tangents)) if pairs else 0.0
+        if size == 0 or not math.isfinite(size):
+            return torch.full_like(self.logits, 0.0 if size == 0 else math.nan)
+        start = self._start(moved[0].dtype)
+        aim = engine.relative * max(_rms(start), 1e-3)
+        eps = 1e-3 * float(total_norm(moved)) / size
+        if engine.sensitivity > 0:
+            eps = aim / (engine.sensitivity * size)
+        at = 0.0
+        for attempt in range(3):
+            torch._foreach_add_(moved, tangents, alpha=eps - at)
+            at = eps
+            product = (self.repeated(old) - start) / eps
+            engine.sensitivity = _rms(product) / size
+            if not 0 < engine.sensitivity < math.inf or aim / 3 < eps * _rms(product) < 3 * aim:
+                break
+            if attempt < 2:
+                eps = aim / (engine.sensitivity * size)
+        require(
+            not eps * _rms(product) > 100 * aim,
+            "model gives logits that move by more than a change of its parameters explains: its forward depends on "
+            "something that cannot be repeated, use engine 'reverse'",
+        )
+        if not engine.checked:
+            self._verify(product, v)
+        if engine.central:
+            torch._foreach_add_(moved, tangents, alpha=-2 * eps)
+            product = (product + (start - self.repeated(old)) / eps) / 2
+        if not math.isfinite(engine.sensitivity):
+            engine.sensitivity = 0.0
+        return product
+
+    def _start(self, dtype: torch.dtype) -> Tensor:
+        """z(θ): that of the training pass, unless it was too coarse to subtract from; the first one is repeated."""
+        self.graph: Tensor | None = None
+        coarse = self.logits.dtype != dtype
+        if self.engine.checked and not coarse:
+            return self.logits
+        if self.engine.checked:
+            return self.repeated(self.engine.old)
+        self.leaves = [p.clone().requires_grad_() for p in self.engine.old]
+        with torch.enable_grad():
+            self.graph = self.repeated(self.leaves)
+        check_repeated(self.graph, self.logits, _tolerance(self.logits, self.exact), "use engine 'reverse'")
+        return self.graph.detach() if coarse else self.logits
+
+    def _verify(self, product: Tensor, v: Cotangents) -> None:
+        """⟨w, J v⟩ = ⟨Jᵀw, v⟩, whose right side is a backward pass: autograd Functions may bring their own derivative.
+
+        Without such functions the tolerance leaves room for kinks, which no difference sees right.
+        """
+        assert self.graph is not None
+        own = any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes_of(self.graph))
+        tolerance = max(10 * self.engine.relative, 1e-3 if product.dtype == torch.float32 else 1e-6) if own else 0.3
+        signs = torch.ones_like(product)
+        signs.view(-1)[::2] = -1
+        for w in (product, signs * product.square().mean().sqrt()):
+            with self.network.holding(self.leaves):
+                grads = torch.autograd.grad(self.graph, self.leaves, w, allow_unused=True, retain_graph=True)
+            right = sum(float((g * t).sum()) for g, t in zip(grads, v) if g is not None and t is not None)
+            gap = abs(float((w * product).sum()) - right)
+            require(
+                not gap > tolerance * float(w.norm() * product.norm()),
+                "a difference of the model's logits disagrees with its backward pass (a function whose backward is not "
+                "its derivative?): use engine 'forward'",
+            )
+        self.graph, self.leaves = None, []
+        self.engine.checked = True
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+class Reverse(Engine):
+    """Double backward: g = Jᵀ ω is linear in the cotangent ω of the logits, so J v = ∂⟨g(ω), v⟩/∂ω. Exact.
+
+    Repeats nothing, so that it takes every model that allows double backward. It keeps the graph of the backward pass;
+    the pass is made on a copy of θ, since that graph may not see the optimizer change it.
+    """
+
+    def record(self, x: Tensor) -> Recorded:
+        super().hold()
+        for old in self.old:
+            old.requires_grad_()
+        return _Doubled(self, x)
+
+    def hold(self) -> None:
+        """Done before the pass."""
+
+    def leaves(self) -> list[Tensor]:
+        return [*self.old, *self.network.params]
+
+
+class _Doubled(Recorded):
+    engine: Reverse
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        with self.network.holding(self.engine.old):
+            return self.network.plainly(self.x)
+
+    def backward(self, loss: Tensor, penalised: bool = False) -> None:
+        with self.network.holding(self.engine.old):
+            self._backward(loss, penalised)
+
+    def _backward(self, loss: Tensor, penalised: bool) -> None:
+        logits, old, params = self.logits, self.engine.old, self.network.params
+        self.logits = logits.detach()
+        (cotangent,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        total: Sequence[Tensor | None] = [None] * len(params)
+        if penalised:
+            # a penalty may reach θ by the features, or by forwards of its own on the module's parameters
+            both = torch.autograd.grad(loss, [*old, *params], retain_graph=True, allow_unused=True)
+            total = [_sum(a, b) for a, b in zip(both[: len(old)], both[len(old) :])]
+        self.cotangent = cotangent.detach().requires_grad_()
+        self.grads = _gradient_in(self.cotangent, logits, old)
+        for p, grad, whole in zip(params, self.grads, total):
+            p.grad = whole if penalised else None if grad is None else grad.detach().clone()
+
+    def jv(self, v: Cotangents) -> Tensor:
+        with self.network.holding(self.engine.old):
+            return _derivative_in(self.cotangent, self.grads, v)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+ENGINES: dict[str, type[Engine]] = {"forward": Forward, "difference": Difference, "reverse": Reverse}

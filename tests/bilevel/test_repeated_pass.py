@@ -1,0 +1,498 @@
+"""Networks whose second forward need not be the first: the hypergradient is that of double backward, or it is refused.
+
+An engine that runs the training forward once more must see what the first pass saw: inputs, constants, random numbers,
+buffers, attributes; and what `no_grad` and `detach` hold constant for the backward pass is constant for every engine.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reference.whole_step import Setting, State, differences, double_backward, entries, same_entries, taken
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+from torch.utils.checkpoint import checkpoint
+
+from metacal.bilevel import MetaStep
+from metacal.calibration.surrogates import nll
+from metacal.errors import InputError
+from metacal.gamma import GammaNet
+from metacal.models.backbone import Backbone
+
+N, N_META, INPUTS, K = 9, 7, 10, 3
+ENGINES = ("forward", "reverse", "difference")
+EXACT = ("forward", "reverse")
+
+
+class Net(nn.Module):
+    """a, tanh, what the case does to the hidden values, head."""
+
+    width = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(INPUTS, 6)
+        self.b = nn.Linear(6, 6)
+        self.head = nn.Linear(self.width, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(torch.tanh(self.a(x))))
+
+    def middle(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.b(h))
+
+
+class Constants(Net):
+    """Constants made in the forward, whose memory is free again at its end."""
+
+    width = 18
+
+    def middle(self, h: Tensor) -> Tensor:
+        return torch.cat([h * torch.as_tensor(np.cos(np.arange(6) * k)) for k in (1, 2, 3)], 1)
+
+
+class TensorConstants(Net):
+    width = 18
+
+    def middle(self, h: Tensor) -> Tensor:
+        return torch.cat([h * torch.tensor([1.0, k, -k, 0.5, k * k, 2.0], dtype=h.dtype) for k in (1, 2, 3)], 1)
+
+
+class InPlaceInput(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 0.3
+        x *= 2
+        return super().forward(x)
+
+
+class NoGradStatistics(Net):
+    def middle(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean, deviation = h.mean(0), h.std(0)
+        return (h - mean) / (deviation + 0.1)
+
+
+class DetachedStatistics(Net):
+    def middle(self, h: Tensor) -> Tensor:
+        return (h - h.mean(0).detach()) / (h.detach().std(0) + 0.1)
+
+
+class StraightThrough(Net):
+    """A step function whose derivative is taken to be 1."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h + (torch.sign(h) - h).detach()
+
+
+class _Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return torch.sign(h)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+class StraightThroughFunction(Net):
+    def middle(self, h: Tensor) -> Tensor:
+        return 0.5 * _Sign.apply(h) + torch.tanh(self.b(h))
+
+
+class PythonsRandom(Net):
+    """A layer that Python's random numbers skip, and a factor of theirs; on training batches alone."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        if len(h) != N or random.random() < 0.5:
+            h = h + 3 * torch.tanh(self.b(h))
+        return h * (random.uniform(0.5, 2.0) if len(h) == N else 1.0)
+
+
+class NumpysRandom(Net):
+    def middle(self, h: Tensor) -> Tensor:
+        h = torch.tanh(self.b(h))
+        return h * torch.as_tensor(np.random.rand(*h.shape)) if len(h) == N else h
+
+
+class OwnGenerator(Net):
+    """A generator of the network's, which nobody can know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def middle(self, h: Tensor) -> Tensor:
+        if len(h) == N:
+            h = h * torch.rand(h.shape, generator=self.generator, dtype=h.dtype)
+        return torch.tanh(self.b(h))
+
+
+class Counts(Net):
+    """Every other training pass takes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def middle(self, h: Tensor) -> Tensor:
+        self.passes += len(h) == N
+        return torch.tanh(self.b(h)) if self.passes % 2 else h
+
+
+class ReassignedBuffers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+
+    def middle(self, h: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * h.mean(0).detach()
+        self.var = 0.9 * self.var + 0.1 * h.var(0).detach()
+        return torch.tanh(self.b((h - self.mean) / (self.var + 1e-5).sqrt()))
+
+
+class InPlaceBuffers(ReassignedBuffers):
+    def middle(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(h.mean(0), 0.1)
+        return torch.tanh(self.b(h - self.mean))
+
+
+class PlainState(Net):
+    """Running statistics that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.steps = torch.zeros(6, dtype=torch.float64), torch.zeros(())
+
+    def middle(self, h: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * h.mean(0).detach()
+        self.steps += 1
+        return torch.tanh(self.b(h - self.mean))
+
+
+class PlainStateInPlace(PlainState):
+    def middle(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * h.mean(0))
+        return torch.tanh(self.b(h - self.mean))
+
+
+class Profiled(Net):
+    def middle(self, h: Tensor) -> Tensor:
+        with torch.profiler.record_function("middle"):
+            return torch.tanh(self.b(h))
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def middle(self, h: Tensor) -> Tensor:
+        dropped = lambda h: nn.functional.dropout(torch.tanh(self.b(h)), 0.3, self.training)  # noqa: E731
+        return checkpoint(dropped, h, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class _Cube(torch.autograd.Function):
+    """x³ with a forward-mode derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * cotangent
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * tangent
+
+
+class _CubeBackward(torch.autograd.Function):
+    """x³ without one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * cotangent
+
+
+class _CubeOnce(_CubeBackward):
+    """x³ whose backward cannot be differentiated."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * cotangent
+
+
+class Cube(Net):
+    function: type[torch.autograd.Function] = _Cube
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.function.apply(self.b(h))
+
+
+class CubeBackward(Cube):
+    function = _CubeBackward
+
+
+class CubeOnce(Cube):
+    function = _CubeOnce
+
+
+class Complex(Net):
+    """A filter in the frequency domain."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        f = torch.fft.rfft(self.b(h), dim=1)
+        return torch.fft.irfft(f * torch.exp(1j * torch.arange(f.shape[1])), n=6, dim=1) + f.abs().mean(1, keepdim=True)
+
+
+class Embedded(Net):
+    """Tokens from the sign of the inputs."""
+
+    sparse = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2 * INPUTS, 6, sparse=self.sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x > 0).long() + 2 * torch.arange(INPUTS)
+        return self.head(torch.tanh(self.b(self.table(tokens).mean(1))))
+
+
+class SparseEmbedded(Embedded):
+    sparse = True
+
+
+class Bag(Net):
+    """torch has no second derivative of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(2 * INPUTS, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.b(self.table((x > 0).long() + 2 * torch.arange(INPUTS)))))
+
+
+class FrozenLayers(Net):
+    """BatchNorm and Dropout in evaluation mode within a network in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.norm.eval(), self.dropout.eval()
+        nn.init.normal_(self.norm.running_mean)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.b(self.dropout(self.norm(h))))
+
+
+class WritesItself(Net):
+    """Values that a later operation of the same pass overwrites."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        early = h * self.b.weight.sum()
+        h = torch.sin(self.b(h)) + 0.1
+        h.mul_(self.b.bias)
+        with torch.no_grad():
+            early.detach().clone().add_(1.0)
+        return h + early
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_forward_hook(lambda module, args, output: output * torch.tensor(1.5, dtype=output.dtype))
+        self.b.register_forward_pre_hook(lambda module, args: (args[0] - args[0].mean(0),))
+
+
+CASES: dict[str, type[Net]] = {
+    cls.__name__: cls
+    for cls in (
+        Constants, TensorConstants, InPlaceInput, NoGradStatistics, DetachedStatistics, StraightThrough,
+        StraightThroughFunction, PythonsRandom, NumpysRandom, OwnGenerator, Counts, ReassignedBuffers, InPlaceBuffers,
+        PlainState, PlainStateInPlace, Profiled, Checkpointed, Reentrant, Cube, CubeBackward, CubeOnce, Complex,
+        Embedded, SparseEmbedded, Bag, FrozenLayers, WritesItself, Hooked,
+    )
+}  # fmt: skip
+
+NO_SECOND_DERIVATIVE = ("Reentrant", "CubeOnce", "SparseEmbedded", "Bag")
+
+MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
+    # the pass cannot be had a second time
+    "OwnGenerator": ("forward", "difference"),
+    "Counts": ("forward", "difference"),
+    "InPlaceInput": ("forward", "difference"),
+    # the difference quotient is that of the values, where the backward pass has been told something else
+    "NoGradStatistics": ("difference",),
+    "DetachedStatistics": ("difference",),
+    "StraightThrough": ("difference",),
+    "StraightThroughFunction": ("forward", "difference"),
+    "ReassignedBuffers": ("difference",),
+    "InPlaceBuffers": ("difference",),
+    "PlainState": ("difference",),
+    "PlainStateInPlace": ("difference",),
+    # the derivative that the engine needs is missing
+    "Reentrant": ("forward", "reverse", "difference"),  # it allows `backward()` alone
+    "CubeBackward": ("forward",),
+    "CubeOnce": ("forward", "reverse"),
+    "SparseEmbedded": ("forward", "reverse", "difference"),
+    "Bag": ("forward", "reverse"),
+}
+"""Engines that may raise `InputError` for a case. All others have to be right."""
+
+
+def build(case: str, parallel: bool = False) -> Setting:
+    """The step on a network of this case, always the same one."""
+    torch.manual_seed(3)
+    random.seed(4)
+    np.random.seed(5)
+    net = CASES[case]().double()
+    backbone = Backbone(nn.DataParallel(net) if parallel else net)
+    source = GammaNet(net.width, hidden=2, gamma_init=2.0).double()
+    nn.init.normal_(source.last.weight)
+    x, x_meta = torch.randn(N, INPUTS).double(), torch.randn(N_META, INPUTS).double()
+    y, y_meta = torch.randint(K, (N,)), torch.randint(K, (N_META,))
+    optimizer = SGD(backbone.parameters(), lr=0.3, momentum=0.9)
+    return Setting(backbone, optimizer, source, x, y, x_meta, y_meta, nll)
+
+
+def metastep(setting: Setting, engine: str) -> MetaStep:
+    options = {"relative": 1e-6} if engine == "difference" else {}
+    outer = SGD(setting.source.parameters(), lr=1.0)
+    return MetaStep(
+        setting.net, setting.optimizer, setting.source, outer, outer="nll", engine=engine, engine_options=options
+    )
+
+
+@cache
+def reference(case: str, parallel: bool = False) -> Tensor:
+    return (differences if case in NO_SECOND_DERIVATIVE else double_backward)(lambda: build(case, parallel))
+
+
+def hypergradient(meta: MetaStep, setting: Setting) -> Tensor:
+    """Of copies of the batches: a network may write into its inputs."""
+    found = meta.hypergradient(setting.x.clone(), setting.y, setting.x_meta.clone(), setting.y_meta)
+    return torch.cat([h.flatten() for h in found])
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    assert truth.norm() > 1e-6
+    return float((found - truth).norm() / truth.norm())
+
+
+def tolerance(case: str, engine: str) -> float:
+    return 1e-4 if engine == "difference" else 1e-7 if case in NO_SECOND_DERIVATIVE else 1e-8
+
+
+def check_refusal(case: str, engine: str, error: InputError) -> None:
+    """The message is one line and names an engine that will do."""
+    assert engine in MAY_BE_REFUSED.get(case, ()), f"refused: {error}"
+    message = str(error)
+    assert "\n" not in message
+    if case == "Reentrant":
+        assert "use_reentrant=False" in message
+    elif case != "SparseEmbedded":
+        assert re.search(r"engine '?(forward|difference|reverse)", message), message
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", CASES)
+def test_right_or_refused_and_nothing_moves(case: str, engine: str) -> None:
+    truth = reference(case)
+    setting = build(case)
+    meta = metastep(setting, engine)
+    before = State(setting.net, setting.source)
+    try:
+        assert error(hypergradient(meta, setting), truth) < tolerance(case, engine)
+        if case not in ("OwnGenerator", "Counts"):  # what nobody can put back
+            assert error(hypergradient(meta, setting), truth) < tolerance(case, engine)
+    except InputError as refusal:
+        check_refusal(case, engine, refusal)
+    assert before.changes(State(setting.net, setting.source)) == []
+    assert not setting.optimizer.state and all(p.grad is None for p in setting.params)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_step_is_one_training_pass_or_none(case: str, engine: str) -> None:
+    """θ', buffers, attributes and random streams of plain training; after an error, those from before the step."""
+    truth = reference(case)
+    *_, trained = taken(lambda: build(case))
+    setting = build(case)
+    meta = metastep(setting, engine)
+    before, state = State(setting.net, setting.source), entries(setting.optimizer)
+    phi = torch.cat([p.detach().flatten() for p in setting.phi])
+    try:
+        meta.step(setting.x, setting.y, setting.x_meta, setting.y_meta)
+    except InputError as refusal:
+        check_refusal(case, engine, refusal)
+        assert before.changes(State(setting.net, setting.source)) == []
+        assert same_entries(state, entries(setting.optimizer))
+    else:
+        assert trained.changes(State(setting.net), tolerance=1e-12) == []
+        moved = phi - torch.cat([p.detach().flatten() for p in setting.phi])
+        assert error(moved, truth) < max(tolerance(case, engine), 1e-7)  # of a difference of parameters
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_data_parallel(engine: str) -> None:
+    setting = build("Profiled", parallel=True)
+    found = hypergradient(metastep(setting, engine), setting)
+    assert error(found, reference("Profiled", parallel=True)) < tolerance("Profiled", engine)
+
+
+@pytest.mark.parametrize("engine", EXACT)
+def test_constants_are_never_taken_for_one_another(engine: str) -> None:
+    """Memory that is used again differs from call to call: many calls, each of them right."""
+    truth, setting = reference("Constants"), build("Constants")
+    meta, junk = metastep(setting, engine), []
+    for i in range(20):
+        assert error(hypergradient(meta, setting), truth) < 1e-8
+        junk.append(torch.rand(6 * (1 + i % 3), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_that_are_complex_are_refused_by_name(engine: str) -> None:
+    class Phases(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(6, dtype=torch.complex128))
+
+        def middle(self, h: Tensor) -> Tensor:
+            return (h * self.phase).real
+
+    torch.manual_seed(0)
+    backbone = Backbone(Phases().double())
+    source = GammaNet(6, hidden=2).double()
+    start = State(backbone)
+    with pytest.raises(InputError, match="phase"):
+        meta = MetaStep(backbone, Adam(backbone.parameters()), source, SGD(source.parameters(), lr=0.1), engine=engine)
+        x, y = torch.randn(N, INPUTS).double(), torch.randint(K, (N,))
+        start = State(backbone)
+        meta.step(x, y, x.clone(), y)
+    assert start.changes(State(backbone)) == []

@@ -26,11 +26,11 @@ from torch import Tensor
 from metacal.autodiff.cuts import Cuts
 from metacal.autodiff.tape import Tape
 from metacal.errors import InputError, require
-from metacal.network import ModuleState, Network, Streams, check_repeated
+from metacal.network import ModuleState, Network, Streams, check_repeated, on_copies
 from metacal.optim.transpose import Cotangents, total_norm
 from metacal.penalties.evaluate import graph_names, nodes_of
 
-__all__ = ["ENGINES", "Difference", "Engine", "Forward", "Pass", "Recorded", "Reverse"]
+__all__ = ["ENGINES", "Again", "Difference", "Engine", "Forward", "Pass", "Recorded", "Reverse"]
 
 
 class Engine:
@@ -86,6 +86,7 @@ class Recorded(Pass):
 
     def __init__(self, engine: Engine, x: Tensor) -> None:
         self.version = x._version
+        self.mixed = torch.is_autocast_enabled(x.device.type)
         self.state = ModuleState(engine.network.model)
         self.streams = Streams(x.device)
         super().__init__(engine, x)
@@ -96,23 +97,28 @@ class Recorded(Pass):
 
     def repeated(self, params: list[Tensor]) -> Tensor:
         """The logits of the same pass at other parameters: same masks, same buffers; nothing moves."""
+        with self.again(params):
+            return self.network.plainly(self.x)[0]
+
+    @contextmanager
+    def again(self, params: list[Tensor]) -> Iterator[None]:
+        """Parameters, random streams, buffers and attributes as this pass found them; afterwards all is as it was."""
         require(
             self.x._version == self.version,
             "model changes its input in place, so that its pass cannot be repeated: copy the input in its forward, "
             "or use engine 'reverse'",
         )
-        with self.streams.replayed(), self.network.holding(params):
-            return self.network.aside(self.x, self.state)[0]
+        with self.streams.replayed(), self.network.holding(params), on_copies(self.network.model, self.state):
+            yield
 
-
-def _tolerance(recorded: Tensor, exact: bool) -> float:
-    """How far the logits of a repeated pass may be from the recorded ones: rounding, by their precision.
-
-    exact: by the same operations; a compiled or mixed-precision pass is repeated by others.
-    """
-    if not exact or recorded.dtype in (torch.float16, torch.bfloat16):
-        return 0.1
-    return 1e-9 if recorded.dtype == torch.float64 else 1e-3
+    def check(self, repeated: Tensor) -> None:
+        """Raise `InputError` unless these are the logits of this pass, up to rounding."""
+        recorded = self.logits
+        exact = self.network.trained is self.network.model and not self.mixed
+        # a compiled or mixed-precision pass is repeated by other operations
+        coarse = not exact or recorded.dtype in (torch.float16, torch.bfloat16)
+        tolerance = 0.1 if coarse else 1e-9 if recorded.dtype == torch.float64 else 1e-3
+        check_repeated(repeated, recorded, tolerance, "use engine 'reverse' with one inner step")
 
 
 _NO_SECOND = (
@@ -178,9 +184,8 @@ class _Taped(Recorded):
     engine: Forward
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        self.exact = self.network.trained is self.network.model and not torch.is_autocast_enabled(self.x.device.type)
         self.tape: Tape | None = None
-        if not (self.engine.reuse and self.exact):
+        if not self.engine.reuse or self.mixed or self.network.trained is not self.network.model:
             return self.network(self.x)
         with Tape(self.network.params) as tape:
             logits, features = self.network(self.x)
@@ -194,7 +199,7 @@ class _Taped(Recorded):
         params = [p.detach().requires_grad_() for p in self.engine.old]
         with torch.enable_grad(), Tape(params) as tape:
             z = self.repeated(params)
-        check_repeated(z, self.logits, _tolerance(self.logits, self.exact), "use engine 'reverse'")
+        self.check(z)
         with suppress(NotImplementedError):
             return self._along(tape.close(z), v)
         with torch.enable_grad(), self.network.holding(params):  # checkpointed parts run again
@@ -238,8 +243,7 @@ class _Compared(Recorded):
     engine: Difference
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        self.exact = self.network.trained is self.network.model and not torch.is_autocast_enabled(self.x.device.type)
-        if self.engine.checked or not self.exact:
+        if self.engine.checked or self.mixed or self.network.trained is not self.network.model:
             return self.network(self.x)
         with Cuts() as cuts:
             outputs = self.network(self.x)
@@ -298,7 +302,7 @@ class _Compared(Recorded):
         self.leaves = [p.clone().requires_grad_() for p in self.engine.old]
         with torch.enable_grad():
             self.graph = self.repeated(self.leaves)
-        check_repeated(self.graph, self.logits, _tolerance(self.logits, self.exact), "use engine 'reverse'")
+        self.check(self.graph)
         return self.graph.detach() if coarse else self.logits
 
     def _verify(self, product: Tensor, v: Cotangents) -> None:
@@ -381,6 +385,17 @@ class _Doubled(Recorded):
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
+
+
+class Again(Engine):
+    """Passes to be made once more at their θ, of which `hold` makes a new copy each time: for several steps."""
+
+    def record(self, x: Tensor) -> Recorded:
+        return Recorded(self, x)
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        self.old = [p.detach().clone() for p in self.network.params]
 
 
 ENGINES: dict[str, type[Engine]] = {"forward": Forward, "difference": Difference, "reverse": Reverse}

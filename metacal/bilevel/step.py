@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from metacal.bilevel.horizon import Horizon
 from metacal.bilevel.inner import (
     Batch,
     Gradient,
@@ -25,40 +28,14 @@ from metacal.bilevel.inner import (
 from metacal.bilevel.passes import ENGINES
 from metacal.bilevel.state import Snapshot, Undo, preserved
 from metacal.bilevel.unrolled import HIGHER, Unroller, check_unrollable
+from metacal.bilevel.window import OneStep
 from metacal.calibration.surrogates import Outer, build_outer
 from metacal.errors import InputError, require, require_choice
 from metacal.network import Network, Streams, on_copies
 from metacal.objective import Loss, Penalty, Term, build_loss, build_penalties
-from metacal.optim.transpose import (
-    Cotangents,
-    check_supported,
-    clips,
-    kept_gradients,
-    total_norm,
-    transposed_clip,
-    transposed_update,
-)
+from metacal.optim.transpose import Cotangents, check_supported, total_norm
 
-__all__ = ["Last", "MetaStep", "NonFiniteError", "hypergradient_of"]
-
-Transpose = Callable[[Cotangents], tuple[Cotangents, float]]
-
-
-def hypergradient_of(
-    losses: Callable[[Tensor, Tensor | None], Tensor],
-    z: Tensor,
-    gamma: Tensor | None,
-    jv: Tensor,
-    meta_params: Sequence[Tensor],
-) -> list[Tensor]:
-    """∂/∂φ of 1/n Σ_i ⟨∂ℓ_i/∂z_i (γ_i(φ)), J_i v⟩: a backward through N × K numbers and the gamma source.
-
-    losses: ℓ_i of logits and gammas, `(N,)`. z, jv: `(N, K)`. gamma: a graph into `meta_params`.
-    """
-    z = z.to(jv.dtype).detach().requires_grad_()
-    (slope,) = torch.autograd.grad(losses(z, gamma).mean(), z, create_graph=True)
-    grads = torch.autograd.grad((slope * jv).sum(), meta_params, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(meta_params, grads)]
+__all__ = ["Last", "MetaStep", "NonFiniteError"]
 
 
 class MetaStep:
@@ -89,6 +66,9 @@ class MetaStep:
             how many steps before each outer one are unrolled, at most `every`.
         chunk: take a larger batch in parts of so many samples, one step on the gradient of the whole: the same step
             in less memory. Only with engine "forward", and without penalties that are no mean over samples.
+        horizon: K, the outer part differentiates through the last K steps before it, at most `every`. The gammas read
+            each step's features and logits as constants. Needs engine "forward".
+        horizon_decay: ρ in (0, 1], a discount on older steps: what reaches φ through j further steps counts ρ^j.
         mix: `(x, y, step) -> (x_mixed, y, y_other, weight)` for training batches: the loss is then
             weight · ℓ(y) + (1 − weight) · ℓ(y_other), while sources, penalties and `last` have y as the labels.
 
@@ -115,6 +95,8 @@ class MetaStep:
         engine_options: Mapping[str, Any] | None = None,
         chunk: int | None = None,
         mix: Mix | None = None,
+        horizon: int = 1,
+        horizon_decay: float = 1.0,
     ) -> None:
         require_choice("engine", engine, (*ENGINES, HIGHER))
         require_choice("nonfinite", nonfinite, ("raise", "skip"))
@@ -138,13 +120,19 @@ class MetaStep:
             if meta_optimizer is not None:
                 check_unrollable(optimizer)
             self._unroller = Unroller(self.inner, optimizer, self.outer, clip_norm, every, options.pop("steps", 1))
-            engine = "forward"  # for the training steps, which are taken like the others
         if chunk is not None:
             options.setdefault("reuse", False)  # what to reuse would be the activations of the whole batch
+        kind = "forward" if engine == HIGHER else engine  # its training steps are taken like the others
         try:
-            self.engine = ENGINES[engine](self.network, **options)
+            made = ENGINES[kind](self.network, **options)
         except TypeError:
             raise InputError(f"engine_options must be options of engine {engine!r}, got {options}") from None
+        require(1 <= horizon <= every, f"horizon must be between 1 and every = {every} steps, got {horizon}")
+        require(horizon == 1 or engine == "forward", f"horizon > 1 needs engine 'forward', got engine {engine!r}")
+        self.window: OneStep | Horizon = OneStep(self.inner, optimizer, made, clip_norm)
+        if horizon > 1:
+            self.window = Horizon(self.inner, optimizer, clip_norm, horizon, horizon_decay)
+        self.engine = self.window.engine
         self.epoch: float = 0
         self.count = 0
         self.skipped = 0
@@ -155,6 +143,16 @@ class MetaStep:
     def due(self) -> bool:
         """Whether the coming step has an outer part, and so needs a meta batch."""
         return self.meta_optimizer is not None and (self.count + 1) % self.every == 0
+
+    @property
+    def _in_window(self) -> bool:
+        """Whether the coming step is among the last ones before an outer part that it is differentiated through."""
+        return self.count % self.every >= self.every - self.window.steps
+
+    @property
+    def resting(self) -> bool:
+        """Whether a checkpoint can be made here: a window of several steps that is under way is in none."""
+        return self.window.empty
 
     def check(self, x: Tensor, y: Tensor) -> None:
         """Compute every penalty and its gradient once on `(x, y)`, a few samples, and change nothing.
@@ -204,8 +202,10 @@ class MetaStep:
                 raise
             values, skipped = error.found, True
         self.count += 1
-        if due and self._unroller is not None:
-            self._unroller.window = None
+        if due:
+            self.window.clear()
+            if self._unroller is not None:
+                self._unroller.window = None
         if hypergradient is not None:
             self._tried = True
             bad = non_finite(values, _OUTER)
@@ -224,18 +224,21 @@ class MetaStep:
     ) -> list[Tensor]:
         """dM/dφ, one tensor per parameter of gamma_net, of the step that `step` would take. Changes nothing.
 
-        With engine "higher" x and y may be sequences of batches: dM/dφ through one step on each, in their order.
+        With a horizon, or with engine "higher", x and y may be sequences of batches: dM/dφ through one step on each, in
+        their order.
         """
         require(bool(self.meta_params), "gamma_net must have parameters to learn, it has none")
         check_supported(self.optimizer)
         batches = [(x, y)] if isinstance(x, Tensor) and isinstance(y, Tensor) else [*zip(x, y)]
+        several = self._unroller is not None or self.window.steps > 1
         require(
-            len(batches) == 1 or (self._unroller is not None and len(batches) > 1),
-            f"x must be one batch, got {len(batches)}: only engine 'higher' takes a sequence",
+            len(batches) == 1 or (several and len(batches) > 1),
+            f"x must be one batch, got {len(batches)}: a sequence needs a horizon > 1 or engine 'higher'",
         )
-        last, carried, details = self.last, self.engine.state(), self.inner.details
-        window = None if self._unroller is None else self._unroller.window
-        self.inner.details = set()
+        last, carried, details, window = self.last, self.engine.state(), self.inner.details, self.window
+        unrolled = None if self._unroller is None else self._unroller.window
+        self.inner.details, self.window = set(), copy.copy(window)
+        self.window.clear()
         try:
             if self._unroller is not None:
                 self._unroller.window = None
@@ -243,9 +246,9 @@ class MetaStep:
                 values, hypergradient = self._advance(batches, x_meta, y_meta)
         finally:
             self.engine.load_state(carried)
-            self.last, self.inner.details = last, details
+            self.last, self.inner.details, self.window = last, details, window
             if self._unroller is not None:
-                self._unroller.window = window
+                self._unroller.window = unrolled
         bad = non_finite(values, _OUTER)
         if bad is not None:
             raise NonFiniteError(bad, values, self.count)
@@ -274,33 +277,35 @@ class MetaStep:
     ) -> tuple[dict[str, float], list[Tensor] | None]:
         for x, y in batches:
             check_batch(x, y, "")
-        if x_meta is None:
-            for x, y in batches:
-                values, _, _ = self._train(x, y, record=False)
+        if x_meta is not None:
+            if y_meta is None:
+                raise InputError("y_meta must be given with x_meta")
+            check_batch(x_meta, y_meta, "_meta")
+        unroller, meta_params = self._unroller, self.meta_params
+        record = unroller is None and (
+            x_meta is not None or (self.meta_optimizer is not None and self._in_window and self.window.steps > 1)
+        )
+        if unroller is not None and x_meta is not None and y_meta is not None:  # before the steps are taken
+            outer = unroller.gradient(batches, self.count, self.epoch, x_meta, y_meta, meta_params)
+        for i, (x, y) in enumerate(batches):
+            values = self._train(x, y, record, ahead=i)
+        if x_meta is None or y_meta is None:
             return values, None
-        if y_meta is None:
-            raise InputError("y_meta must be given with x_meta")
-        check_batch(x_meta, y_meta, "_meta")
-        if self._unroller is not None:
-            value, hypergradient, meta_logits = self._unroller.gradient(
-                batches, self.count, self.epoch, x_meta, y_meta, self.meta_params
-            )
-            for x, y in batches:
-                values, _, _ = self._train(x, y, record=False)
-        else:
-            values, gradient, back = self._train(*batches[0], record=True)
-            value, hypergradient, meta_logits = self._outer_part(gradient, back, x_meta, y_meta)
+        if unroller is None:
+            outer = self._outer_part(x_meta, y_meta)
+        value, hypergradient, meta_logits = outer
         assert self.last is not None
         self.last.meta_logits, self.last.meta_labels = meta_logits, y_meta
         values |= read({"outer": value, "hypergradient_norm": total_norm(hypergradient)})
         return values, hypergradient
 
-    def _train(self, x: Tensor, y: Tensor, record: bool) -> tuple[dict[str, float], Gradient, Transpose]:
-        """θ' = U(θ, g) with g = ∇_θ L, clipped. Returns what was found, the gradient's passes, and (∂U/∂g)ᵀ.
+    def _train(self, x: Tensor, y: Tensor, record: bool, ahead: int = 0) -> dict[str, float]:
+        """θ' = U(θ, g) with g = ∇_θ L, clipped. Returns what was found; `record` notes the step in the window.
 
-        Raises `NonFiniteError`, and whatever a term refuses, with everything as it was.
+        ahead: how many steps have been taken since `count`. Raises `NonFiniteError`, and whatever a term refuses, with
+        everything as it was.
         """
-        batch = self.inner.batch(x, y, self.count, self.epoch)
+        batch = self.inner.batch(x, y, self.count + ahead, self.epoch)
         undo = Undo(x.device, self.network.model, self.gamma_net)
         try:
             gradient, values = self._gradient(batch, record)
@@ -308,17 +313,16 @@ class MetaStep:
             if bad is not None:
                 raise NonFiniteError(bad, values, self.count)
             values |= self._prepare(batch)
-            back = self._transpose(values["grad_norm"]) if record else _no_transpose
+            if record:
+                self.window.note(gradient, values["grad_norm"])
         except BaseException as error:
             # a step that is left out has drawn its random numbers, as it would have in any case
             undo(streams=not isinstance(error, NonFiniteError))
             self.optimizer.zero_grad(set_to_none=True)
             raise
-        if record and not hasattr(self.optimizer, "perturb"):
-            self.engine.hold()
         self.optimizer.step()
         self.last = gradient.last
-        return values, gradient, back
+        return values
 
     def _gradient(self, batch: Batch, record: bool) -> tuple[Gradient, dict[str, float]]:
         """The clipped gradient in `.grad`, and all numbers of it, read in the one wait for the device before the step.
@@ -340,6 +344,8 @@ class MetaStep:
                     self.engine.hold()
             finally:
                 optimizer.restore()
+        elif record:
+            self.engine.hold()
         if self.clip_norm is None:
             norm = total_norm([p.grad for p in self.params if p.grad is not None])
         else:
@@ -357,44 +363,20 @@ class MetaStep:
             "bulk_sgd/converged": float(optimizer.converged),
         }
 
-    def _transpose(self, norm: float) -> Transpose:
-        """(∂U/∂g)ᵀ of clipping and the step that the optimizer is about to take, to be called after it."""
-        clipped = None
-        if self.clip_norm is not None and clips(norm, self.clip_norm):
-            clipped = kept_gradients(self.optimizer, self.params)
-        step = transposed_update(self.optimizer, self.params)
-
-        def back(cotangents: Cotangents) -> tuple[Cotangents, float]:
-            v, factor = step(cotangents)
-            if clipped is not None and self.clip_norm is not None:
-                factor *= transposed_clip(clipped, norm, self.clip_norm, v)
-            return v, factor
-
-        return back
-
-    def _outer_part(
-        self, gradient: Gradient, back: Transpose, x_meta: Tensor, y_meta: Tensor
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """M at the new parameters, dM/dφ through the step just taken, and the meta batch's logits."""
-        # batch statistics as in training; a stream of its own, where a model draws only if it did in the training pass
-        with Streams.aside(x_meta.device, seeded=gradient.runs[0].streams.moved()):
+    def _outer_part(self, x_meta: Tensor, y_meta: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """M at the new parameters, dM/dφ through the window's steps, and the meta batch's logits."""
+        with self._apart(x_meta.device):  # batch statistics as in training; nothing moves
             meta_logits = _full(self.network.aside(x_meta)[0])
         check_labels(y_meta, meta_logits, "y_meta")
         value = self.outer(meta_logits, y_meta)
         u: Cotangents = [None] * len(self.params)
         if value.requires_grad:
             u = list(torch.autograd.grad(value, self.params, allow_unused=True))
-        v, factor = back(u)
-        jv = torch.cat([run.jv(v) for run in gradient.runs])
-        batch = gradient.batch
-        hypergradient = hypergradient_of(
-            lambda z, gamma: self.inner.losses(batch, z, gamma),
-            gradient.logits,
-            gradient.gamma,
-            jv * factor,
-            self.meta_params,
-        )
-        return value.detach(), hypergradient, meta_logits.detach()
+        return value.detach(), self.window.sweep(u, self.meta_params), meta_logits.detach()
+
+    def _apart(self, device: torch.device) -> AbstractContextManager[None]:
+        """Random streams of its own for the meta pass, seeded only where the model draws at all."""
+        return Streams.aside(device, seeded=self.window.draws)
 
     def _learn(self, hypergradient: list[Tensor]) -> None:
         """The gamma source's own step, and the outer objective's note of the meta batch."""
@@ -431,10 +413,6 @@ class MetaStep:
 _OUTER = ("outer", "hypergradient_norm")
 
 
-def _no_transpose(cotangents: Cotangents) -> tuple[Cotangents, float]:
-    raise RuntimeError("this step was taken without an outer part")
-
-
 def _full(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
@@ -445,6 +423,12 @@ def _check_parameters(
     require(bool(network.params), "backbone must have a parameter that requires a gradient, it has none")
     for name, p in zip(network.names, network.params):
         require(p.is_floating_point(), f"backbone must have real parameters, {name} is {p.dtype}: hold its two parts")
+        hooked = p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        require(
+            meta_optimizer is None or not hooked,
+            f"backbone parameter {name} has a gradient hook, which the outer problem cannot differentiate: remove "
+            "it, or change the loss instead of its gradient",
+        )
     ours = {id(p) for p in network.params}
     require(
         all(id(p) in ours for group in optimizer.param_groups for p in group["params"] if p.requires_grad),

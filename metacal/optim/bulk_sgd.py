@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 from metacal.curvature.spectrum import top_eigenpairs
 from metacal.errors import InputError, require, require_choice
+from metacal.optim.through import THROUGH, sgd_through
 from metacal.optim.transpose import TRANSPOSES, Cotangents, by_groups, sgd_group
 
 __all__ = ["BulkSGD"]
@@ -172,23 +173,26 @@ class BulkSGD(SGD):
         """
         params = self._params()
         require(len(tensors) == len(params), f"tensors must hold {len(params)}, one per parameter, got {len(tensors)}")
-        pairs = [
-            (self.state[p][VECTORS], t)
-            for p, t in zip(params, tensors)
-            if t is not None and VECTORS in self.state.get(p, ())
-        ]
-        if not pairs:
-            return
-        rows = [v.flatten(1) for v, _ in pairs]
-        # I off rounding where nothing is left out. The pseudo-inverse also serves parts that are dependent.
-        gram = torch.stack([row.double() @ row.double().T for row in rows]).sum(0)
-        rtol = 100 * torch.finfo(rows[0].dtype).eps
-        inverse = torch.linalg.pinv(gram.double().cpu(), hermitian=True, rtol=rtol).to(gram.device)
-        for _ in range(2):  # once leaves a part of the size of rounding errors of the whole
-            along = torch.stack([row @ t.flatten() for row, (_, t) in zip(rows, pairs)]).sum(0)
-            along = (inverse @ along.double()).to(along.dtype)
-            for row, (_, t) in zip(rows, pairs):
-                t.sub_((along @ row).view(t.shape))
+        _project([self.state[p].get(VECTORS) if p in self.state else None for p in params], tensors)
+
+    def projection(self, params: Sequence[Tensor]) -> Callable[[list[Tensor | None]], list[Tensor | None]]:
+        """P of the coming step on tensors like `params`, the same also when the vectors have changed since."""
+        position = {p: i for i, p in enumerate(params)}
+        moving = [p for p in self._params() if p.grad is not None]
+        vectors = [self.state[p].get(VECTORS) for p in moving]
+
+        @torch.no_grad()
+        def project(tensors: list[Tensor | None]) -> list[Tensor | None]:
+            filled = [tensors[position[p]] if p in position else None for p in moving]
+            filled = [torch.zeros_like(p) if t is None else t for p, t in zip(moving, filled)]
+            _project(vectors, filled)
+            result = list(tensors)
+            for p, t in zip(moving, filled):
+                if p in position:
+                    result[position[p]] = t
+            return result
+
+        return project
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -250,30 +254,32 @@ class BulkSGD(SGD):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in settings + found}}
 
 
+def _project(vectors: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> None:
+    """P in place, within the entries of the tensors that are given; vectors: each parameter's part of V."""
+    pairs = [(v, t) for v, t in zip(vectors, tensors) if v is not None and t is not None]
+    if not pairs:
+        return
+    rows = [v.flatten(1) for v, _ in pairs]
+    # I off rounding where nothing is left out. The pseudo-inverse also serves parts that are dependent.
+    gram = torch.stack([row.double() @ row.double().T for row in rows]).sum(0)
+    rtol = 100 * torch.finfo(rows[0].dtype).eps
+    inverse = torch.linalg.pinv(gram.double().cpu(), hermitian=True, rtol=rtol).to(gram.device)
+    for _ in range(2):  # once leaves a part of the size of rounding errors of the whole
+        along = torch.stack([row @ t.flatten() for row, (_, t) in zip(rows, pairs)]).sum(0)
+        along = (inverse @ along.double()).to(along.dtype)
+        for row, (_, t) in zip(rows, pairs):
+            t.sub_((along @ row).view(t.shape))
+
+
 def _transpose(optimizer: BulkSGD, params: Sequence[Tensor]) -> Callable[[Cotangents], tuple[Cotangents, float]]:
     """v = (SGD's own transpose) P u, with P constant and symmetric.
 
     P couples all parameters that the step moves: where M does not depend on one of them, it may still move another on
     which M depends.
     """
-    position = {p: i for i, p in enumerate(params)}
-    moving = [None if p.grad is None else p for p in optimizer._params()]
-    apply = by_groups(sgd_group, optimizer, params)
-
-    @torch.no_grad()
-    def projected(cotangents: Cotangents) -> tuple[Cotangents, float]:
-        tensors: Cotangents = []
-        for p in moving:
-            cotangent = cotangents[position[p]] if p in position else None
-            tensors.append(torch.zeros_like(p) if cotangent is None and p is not None else cotangent)
-        optimizer.project(tensors)
-        result = list(cotangents)
-        for p, tensor in zip(moving, tensors):
-            if p in position:
-                result[position[p]] = tensor
-        return apply(result)
-
-    return projected
+    project, apply = optimizer.projection(params), by_groups(sgd_group, optimizer, params)
+    return lambda cotangents: apply(project(cotangents))
 
 
 TRANSPOSES[BulkSGD] = _transpose
+THROUGH[BulkSGD] = sgd_through

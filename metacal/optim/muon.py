@@ -21,6 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from metacal.errors import InputError, require, require_choice
 from metacal.models.backbone import Backbone
+from metacal.optim.through import THROUGH, Cotangent, State, adam_through, sgd_through
 from metacal.optim.transpose import TRANSPOSES, GroupTranspose, adam_group, by_groups, sgd_group
 
 __all__ = ["Muon", "adjusted_lr", "muon_groups", "newton_schulz", "newton_schulz_of", "newton_schulz_vjp"]
@@ -281,6 +282,28 @@ def _transposed_group(optimizer: Muon, group: dict[str, Any], params: list[Tenso
 
 
 TRANSPOSES[Muon] = partial(by_groups, _transposed_group)
+
+
+def _through(group: Mapping[str, Any], before: State, after: State, u: Tensor, s: State) -> Cotangent:
+    """The whole of it: with λ_D = −lr·s (∂NS/∂D)ᵀ u and λ = s_B + (μ λ_D if Nesterov else λ_D) of B',
+
+    λ_g = (1 − μ) (λ + λ_D if Nesterov else λ),    λ_B = μ λ,    λ_θ = (1 − lr wd) u.
+    """
+    if group["kind"] == "adamw":
+        return adam_through(group, before, after, u, s, decoupled=True)
+    if group["kind"] == "sgd":
+        return sgd_through(group, before, after, u, s)
+    momentum, nesterov = group["momentum"], group["nesterov"]
+    buffer = after["momentum_buffer"]
+    old = before.get("momentum_buffer", torch.zeros_like(buffer))
+    grad = (buffer - momentum * old) / (1 - momentum)
+    direction = newton_schulz_of(group, grad, buffer, u).to(u.dtype) * -adjusted_lr(group, u)
+    total = direction * (momentum if nesterov else 1.0) + s.get("momentum_buffer", 0.0)
+    slope = (1 - momentum) * (total + direction if nesterov else total)
+    return slope, u * (1 - float(group["lr"]) * group["weight_decay"]), {"momentum_buffer": momentum * total}
+
+
+THROUGH[Muon] = _through
 
 
 def muon_groups(

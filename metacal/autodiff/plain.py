@@ -1,8 +1,8 @@
-"""Normalisation, attention and dropout by plain arithmetic.
+"""Normalisation by plain arithmetic.
 
 PyTorch has third derivatives of normalisation by a batch's or a layer's own statistics wrong, without saying so, or
-not at all. Here they are made of operations whose derivatives of every order are right, and which have rules in
-`jets`. Each function has the signature of the one that it stands for and gives its value; running statistics stay.
+not at all. Here they are made of operations whose derivatives of every order are right, and which have `rules`. Each
+function has the signature of the one that it stands for and gives its value; running statistics stay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-__all__ = ["NORMS", "PLAIN", "WRONG", "PlainNorms", "mean_square"]
+__all__ = ["NORMS", "WRONG", "PlainNorms", "mean_square", "standardised"]
 
 
 def mean_square(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -26,9 +26,9 @@ def mean_square(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x.square().mean(dims, keepdim=True)
 
 
-def _standard(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
-    """x - mean and 1/√(variance + eps), over dims."""
-    centre = x - x.mean(dims, keepdim=True)
+def standardised(x: Tensor, dims: tuple[int, ...], eps: float, centred: bool = True) -> tuple[Tensor, Tensor]:
+    """x - mean and 1/√(variance + eps), over dims; x itself and its mean square instead unless `centred`."""
+    centre = x - x.mean(dims, keepdim=True) if centred else x
     return centre, (mean_square(centre, dims) + eps).rsqrt()
 
 
@@ -50,7 +50,7 @@ def _batch_norm(
 ) -> Tensor:
     shape = (1, -1, *[1] * (input.ndim - 2))
     if training:
-        centre, scale = _standard(input, (0, *range(2, input.ndim)), eps)
+        centre, scale = standardised(input, (0, *range(2, input.ndim)), eps)
     else:
         assert running_mean is not None and running_var is not None
         centre, scale = input - running_mean.view(shape), (running_var.view(shape) + eps).rsqrt()
@@ -62,7 +62,7 @@ def _batch_norm(
 def _group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    centre, scale = _standard(input.reshape(len(input), num_groups, -1), (2,), eps)
+    centre, scale = standardised(input.reshape(len(input), num_groups, -1), (2,), eps)
     return _affine((centre * scale).reshape(input.shape), weight, bias, (1, -1, *[1] * (input.ndim - 2)))
 
 
@@ -73,7 +73,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    centre, scale = _standard(input, _last(input, normalized_shape), eps)
+    centre, scale = standardised(input, _last(input, normalized_shape), eps)
     return _affine(centre * scale, weight, bias, tuple(normalized_shape))
 
 
@@ -81,8 +81,8 @@ def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     eps = torch.finfo(input.dtype).eps if eps is None else eps
-    scale = (mean_square(input, _last(input, normalized_shape)) + eps).rsqrt()
-    return _affine(input * scale, weight, None, tuple(normalized_shape))
+    centre, scale = standardised(input, _last(input, normalized_shape), eps, centred=False)
+    return _affine(centre * scale, weight, None, tuple(normalized_shape))
 
 
 def _last(input: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -95,33 +95,6 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g * square.rsqrt())
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if attn_mask is not None or dropout_p or is_causal or enable_gqa:
-        raise NotImplementedError("attention with a mask or dropout")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return ((query * scale) @ key.transpose(-2, -1)).softmax(-1) @ value
-
-
-def _dropout(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def plain(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training:
-            return input
-        with torch.no_grad():
-            mask = func(torch.ones_like(input), p, True)
-        return input.mul_(mask) if inplace else input * mask
-
-    return plain
-
-
 NORMS: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: _batch_norm,
     F.group_norm: _group_norm,
@@ -130,13 +103,6 @@ NORMS: dict[Any, Callable[..., Tensor]] = {
 }
 if hasattr(F, "rms_norm"):
     NORMS[F.rms_norm] = _rms_norm
-
-PLAIN: dict[Any, Callable[..., Tensor]] = {
-    **NORMS,
-    **{f: _dropout(f) for f in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)},
-    F.scaled_dot_product_attention: _attention,
-}
-"""By the function that PyTorch hands to a mode. Raise `NotImplementedError` for a call that they do not cover."""
 
 WRONG = ("BatchNorm", "GroupNorm", "LayerNorm", "RmsNorm", "RMSNorm", "WeightNorm")
 """Parts of the names of graph nodes whose third derivatives PyTorch has wrong, without saying so, or not at all."""

@@ -1,21 +1,27 @@
 """First and second derivatives of the logits along a direction, carried along a forward pass already made.
 
 `Tape` watches one ordinary forward pass with gradients enabled and notes, for every function whose result requires
-grad, how it carries jets (`jets`). `Tape.run(v)` then gives z₁ = J v, and with `second` z₂ = d²z/dε² along θ + εv,
-without calling the network: the values are those of the pass, so J v costs two forward passes instead of three, and
-z₂ two more. With gradients enabled the run can itself be differentiated: ∇_θ(u·z₁) = H v needs first-order reverse
-rules only.
+grad, how it carries jets (`jets`, `rules`). `Tape.run(v)` then gives z₁ = J v, and with `second` z₂ = d²z/dε² along
+θ + εv, without calling the network: the values are those of the pass, so J v costs two forward passes instead of
+three, and z₂ two more. With gradients enabled the run can itself be differentiated: ∇_θ(u·z₁) = H v needs first-order
+reverse rules only.
+
+The pass is the one that would have been made without a tape, bit for bit and with the same random numbers. It may be
+followed by `backward()` and by an optimizer's step in place: given the old parameters, `run` goes on from them.
 
 Nothing is missed silently: autograd's own bookkeeping says which results depend on the parameters, and one that does
 without a rule here (`RULES`), or whose inputs were overwritten, makes the tape unusable, with the reason in `failure`.
-A tape that is `spelled_out` has normalisations, attention and dropout computed by plain arithmetic (`plain`), whose
-parts have rules. It runs with graphs up to z₂ too, for one reverse pass: third-order derivatives of the network.
+What `no_grad` and `detach` hide from a backward pass stands still here too. A tape that is `spelled_out` has
+normalisations computed by plain arithmetic (`plain`), and runs with graphs up to z₂ too, for one reverse pass:
+third-order derivatives of the network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,19 +29,52 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from metacal.autodiff.jets import RULES, ZERO, Jet, Operand, Push, overwrites
-from metacal.autodiff.plain import PLAIN
+from metacal.autodiff.exposed import EXPOSED, opened
+from metacal.autodiff.jets import Jet, Operand, Push, Run, like, tensors
+from metacal.autodiff.plain import NORMS
+from metacal.autodiff.rules import RULES, needs_old_value
 
 __all__ = ["Tape"]
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What is known of a result without keeping it."""
+
+    slot: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def fitted(self, part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return None
+        part = part if part.dtype == self.dtype else part.to(self.dtype)
+        return part if part.shape == self.shape else part.expand(self.shape)
+
+
+@dataclass(frozen=True)
+class _Autocast:
+    """Mixed precision as it was at a call, and has to be when its jet is made."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: str) -> _Autocast:
+        return cls(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+
+    def context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled)
+
+
 @dataclass
-class Step:
+class _Step:
     push: Push
     inputs: list[int]
-    outs: list[int]
-    shapes: list[torch.Size]
-    last: list[int]  # slots that no later step reads
+    results: list[_Result | None]  # of each tensor among the results; None: it does not depend on the parameters
+    autocast: _Autocast
+    last: list[int] = field(default_factory=list)  # slots that no later step reads
 
 
 class Tape(TorchFunctionMode):
@@ -47,15 +86,19 @@ class Tape(TorchFunctionMode):
     def __init__(self, params: Sequence[Tensor], *, fixed: Sequence[Tensor] = (), spelled_out: bool = False) -> None:
         super().__init__()
         self.failure: str | None = None
-        self._plain = PLAIN if spelled_out else {}
+        self._forms = {**EXPOSED, **NORMS} if spelled_out else EXPOSED
+        self._params = list(params)
         self._slots: Any = WeakTensorKeyDictionary()
-        self._steps: list[Step] = []
+        self._operands: list[weakref.ref[Operand]] = []
+        self._steps: list[_Step] = []
         self._count = 0
-        self._result = -1
+        self._end: tuple[_Result, torch.device] | None = None
         for p in params:
             self._note(p)
         for x in fixed:
             self._slots[x] = (None, x._version)
+
+    # -- recording ---------------------------------------------------------------------------------------------------
 
     def _note(self, tensor: Tensor) -> int:
         self._slots[tensor] = (self._count, tensor._version)
@@ -68,100 +111,144 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.failure is not None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if func in self._plain:
-            try:
-                with self:
-                    return self._plain[func](*args, **kwargs)
-            except NotImplementedError:
-                pass
+        given = {id(t): t for t in tensors((*args, *kwargs.values()))}
+        if not any(t.requires_grad for t in given.values()):
+            return func(*args, **kwargs)
+        if func is Tensor.register_hook:
+            self.failure = "a hook may change the gradient of a tensor, which its derivative cannot tell"
+            return func(*args, **kwargs)
+        form = self._forms.get(func) or (None if func in RULES else opened(func))
+        if form is not None:
+            with self:
+                return form(*args, **kwargs)
         # looked up before the call, which may work in place
-        seen = {id(t): self._operand(t) for t in _tensors((*args, *kwargs.values()))}
-        if overwrites(func, args, kwargs):
-            seen[id(args[0])] = replace(seen[id(args[0])], tensor=args[0].clone(), version=0)
+        seen = {key: self._operand(t) for key, t in given.items()}
+        if needs_old_value(func, args):
+            old = seen[id(args[0])]
+            seen[id(args[0])] = self._kept(args[0].clone(), old.slot)
         out = func(*args, **kwargs)
-        if any(t.requires_grad for t in _tensors((out,))):
+        result = args[0] if func is Tensor.__setitem__ else out
+        if any(t.requires_grad and self._is_new(t, given) for t in tensors((result,))):
             try:
-                self._add(func, _wrapped(args, seen), {k: _wrapped(a, seen) for k, a in kwargs.items()}, out, seen)
+                self._add(func, args, kwargs, result, seen)
             except (NotImplementedError, LookupError, TypeError, ValueError, AttributeError) as error:
                 self.failure = f"{getattr(func, '__name__', func)}: {error}"
         return out
+
+    def _is_new(self, t: Tensor, given: dict[int, Tensor]) -> bool:
+        """Whether t is more than an argument handed back as it was."""
+        return id(t) not in given or self._slots.get(t, (None, None))[1] != t._version
 
     def _operand(self, t: Tensor) -> Operand:
         slot, version = self._slots.get(t, (-1, None))  # -1: depends on the parameters in a way that was not noted
         if not t.requires_grad:
             slot = None
-        elif version != t._version:
+        elif version != t._version and not t.is_leaf:
             slot = -1
-        return Operand(t, t._version, slot)
+        return self._kept(t, slot)
+
+    def _kept(self, t: Tensor, slot: int | None) -> Operand:
+        operand = Operand(t, t._version, slot)
+        self._operands.append(weakref.ref(operand))
+        return operand
 
     def _add(self, func: Any, args: Any, kwargs: Any, out: Any, seen: dict[int, Operand]) -> None:
-        inputs = [o.slot for o in seen.values() if o.slot is not None]
-        if -1 in inputs:
-            raise NotImplementedError("an input depends on the parameters in a way that is not known")
+        for o in seen.values():
+            if o.slot == -1:
+                raise NotImplementedError(f"an input depends on the parameters in a way that is not known{_maker(o)}")
         if func not in RULES:
             raise NotImplementedError("no rule for its derivatives")
-        push = RULES[func](args, kwargs, out)
-        outs = list(_tensors((out,)))
-        self._steps.append(Step(push, inputs, [self._note(t) for t in outs], [t.shape for t in outs], []))
+        inputs = [o.slot for o in seen.values() if o.slot is not None]
+        results = {id(t): self._kept(t, self._note(t) if t.requires_grad else None) for t in tensors((out,))}
+        push = RULES[func](
+            _wrapped(args, seen), {k: _wrapped(a, seen) for k, a in kwargs.items()}, _wrapped(out, results)
+        )
+        known = [_result(o) for o in (results[id(t)] for t in tensors((out,)))]
+        self._steps.append(_Step(push, inputs, known, _Autocast.now(next(tensors((out,))).device.type)))
 
     def close(self, z: Tensor) -> Tape:
         """End the recording with the result z, and keep only what z depends on. Call it outside the `with` block."""
-        end = self._operand(z)
-        if self.failure is None and (end.slot is None or end.slot < 0):
-            self.failure = "the logits depend on the parameters in a way that is not known"
+        if self.failure is None:
+            end = self._operand(z)
+            self._end = _result(end), z.device
+            if end.slot is None or end.slot < 0:
+                self.failure = f"the logits depend on the parameters in a way that is not known{_maker(end)}"
         self._slots = None
         if self.failure is not None:
             self._steps = []
             return self
-        assert end.slot is not None
-        self._result = end.slot
-        needed, kept = {end.slot}, []
+        needed, steps = {end.slot}, []
         for step in reversed(self._steps):
-            if needed.intersection(step.outs):
+            made = {r.slot for r in step.results if r is not None}
+            if needed & made:
                 step.last = [s for s in set(step.inputs) if s not in needed]
                 needed.update(step.inputs)
-                kept.append(step)
-        self._steps = kept[::-1]
+                steps.append(step)
+        self._steps = steps[::-1]
+        # whatever a rule will read must still be what it was
+        operands = (ref() for ref in self._operands)
+        if any(o is not None and not o.intact for o in operands):
+            self.failure, self._steps = "a value that a derivative needs was overwritten in place", []
+        self._operands = []
         return self
 
-    def run(self, v: Sequence[Tensor | None], second: bool = False) -> Jet:
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def run(self, v: Sequence[Tensor | None], second: bool = False, at: Sequence[Tensor] | None = None) -> Jet:
         """(z₁, z₂) along v, like the parameters; z₂ only if `second`; None is zero.
+
+        at: the parameters' values during the pass, if they have been changed since.
 
         Raises NotImplementedError (a RuntimeError) if the tape is unusable.
         """
-        if self.failure is not None:
-            raise NotImplementedError(self.failure)
-        jets: dict[int, Jet] = {i: (a, None) for i, a in enumerate(v)}
+        if self.failure is not None or self._end is None:
+            raise NotImplementedError(self.failure or "the tape was not closed")
+        run = Run(v, second, self._params, at)
+        with ExitStack() as contexts:
+            now: _Autocast | None = None
+            for step in self._steps:
+                if step.autocast != now:
+                    contexts.close()
+                    now = step.autocast
+                    if now != _Autocast.now(now.device):
+                        contexts.enter_context(now.context())
+                first, other = step.push(run)
+                for i, result in enumerate(step.results):
+                    if result is not None:
+                        a, b = (_part(jet, i) for jet in (first, other))
+                        run.jets[result.slot] = result.fitted(a), result.fitted(b) if second else None
+                for slot in step.last:
+                    run.jets.pop(slot, None)
+        return run.jets[self._end[0].slot]
 
-        def of(x: Operand) -> Jet:
-            return ZERO if x.slot is None else jets[x.slot]
-
-        for step in self._steps:
-            first, other = step.push(of, second)
-            for i, (out, shape) in enumerate(zip(step.outs, step.shapes)):
-                jets[out] = _shaped(first, i, shape), _shaped(other, i, shape) if second else None
-            for slot in step.last:
-                jets.pop(slot, None)
-        return jets[self._result]
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+    def jv(self, v: Sequence[Tensor | None], at: Sequence[Tensor] | None = None) -> Tensor:
+        """J v, shaped like z, without a graph. See `run`."""
+        with torch.no_grad():
+            first = self.run(v, at=at)[0]
+        if first is not None:
+            return first
+        assert self._end is not None
+        result, device = self._end
+        return torch.zeros(result.shape, dtype=result.dtype, device=device)
 
 
-def _wrapped(value: Any, seen: dict[int, Operand]) -> Any:
+def _maker(o: Operand) -> str:
+    """Which function made a tensor, as far as autograd tells."""
+    return f" (made by {o.tensor.grad_fn.name()})" if o.tensor.grad_fn is not None else ""
+
+
+def _result(o: Operand) -> Any:
+    return None if o.slot is None else _Result(o.slot, o.tensor.shape, o.tensor.dtype)
+
+
+def _wrapped(value: Any, operands: dict[int, Operand]) -> Any:
     if isinstance(value, Tensor):
-        return seen[id(value)]
+        return operands[id(value)]
     if isinstance(value, (list, tuple)):
-        return tuple(_wrapped(v, seen) for v in value)
+        return like(value, [_wrapped(v, operands) for v in value])
     return value
 
 
-def _shaped(part: Any, i: int, shape: torch.Size) -> Tensor | None:
+def _part(parts: Any, i: int) -> Tensor | None:
     """The i-th result's part."""
-    t = part[i] if isinstance(part, (list, tuple)) else part
-    return t if t is None or t.shape == shape else t.expand(shape)
+    return parts[i] if isinstance(parts, (list, tuple)) else parts

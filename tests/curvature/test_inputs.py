@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from autodiff.nets import K, build
 from reference import curvature as dense
 from torch import Tensor, nn
 
@@ -21,8 +22,6 @@ from metacal.curvature import (
     top_eigenpairs,
 )
 from metacal.errors import InputError
-
-from .nets import K, build
 
 
 def with_v(product: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from autodiff.nets import DEPENDENT, NETS, K, build
 from reference import curvature as dense
 from torch import Tensor, nn
 
 from metacal.curvature import Curvature, ggn_product, hessian_product
 from metacal.errors import InputError
-
-from .nets import DEPENDENT, NETS, K, build
 
 
 def vector_like(params: Sequence[Tensor], seed: int = 1) -> list[Tensor]:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from autodiff.nets import DEPENDENT, NETS, K, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import curvature as dense
@@ -18,8 +19,6 @@ from metacal.curvature import (
     preconditioner_of,
 )
 from metacal.errors import InputError
-
-from .nets import DEPENDENT, NETS, K, build
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from autodiff.nets import DEPENDENT, NETS, UNTAPED, build
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import curvature as dense
@@ -17,8 +18,6 @@ from metacal.curvature import (
 )
 from metacal.curvature.spectrum import MAX_BASIS, lanczos
 from metacal.errors import InputError
-
-from .nets import DEPENDENT, NETS, UNTAPED, build
 
 
 def symmetric(values: list[float], seed: int = 0) -> torch.Tensor:

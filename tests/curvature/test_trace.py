@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from autodiff.nets import DEPENDENT, NETS, K, build
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import curvature as dense
@@ -16,8 +17,6 @@ from metacal.curvature.layers import capture, per_example_gram
 from metacal.curvature.problem import Problem, factor_columns, logit_factor
 from metacal.curvature.trace import signs_at
 from metacal.errors import InputError
-
-from .nets import DEPENDENT, NETS, K, build
 
 CLOSED = {"linear", "mlp tanh", "mlp deep tanh", "mlp gelu", "mlp relu", "mlp mixed"}
 MULTILINEAR = {"cnn batchnorm eval", "resnet in-place eval"}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from curvature.nets import build
+from autodiff.nets import build
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

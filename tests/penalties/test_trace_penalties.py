@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from curvature.nets import NETS, K, build
+from autodiff.nets import NETS, K, build
 from reference import curvature as dense
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm

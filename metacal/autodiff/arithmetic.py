@@ -267,8 +267,12 @@ def recurrent(func: Callable[..., Any]) -> Rule:
             raise NotImplementedError("no rule for dropout between its layers, or on this device")
 
         def plain(*args: Any) -> Any:
-            with torch.backends.mkldnn.flags(enabled=False):
+            enabled = torch.backends.mkldnn.enabled
+            torch.backends.mkldnn.set_flags(_enabled=False)  # its cells have no second derivative
+            try:
                 return func(*args)
+            finally:
+                torch.backends.mkldnn.set_flags(_enabled=enabled)
 
         return by_reverse_passes(plain)(args, kwargs, out)
 

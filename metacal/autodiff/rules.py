@@ -86,6 +86,7 @@ def _linear_functions() -> dict[Any, Rule]:
         **{getattr(Tensor, f"{f}_"): linear(getattr(Tensor, f)) for f in ("unsqueeze", "squeeze", "t", "transpose")},
         **{f.__get__: linear(f.__get__) for f in properties},  # type: ignore[attr-defined]
         **dict.fromkeys(_forms("view view_as reshape_as ravel", APART), shaped_like),  # an expanded jet has no view
+        Tensor.unflatten: shaped_like,  # in Python, around a method that goes by the same name
         **dict.fromkeys(_forms("expand_as type_as", APART), arithmetic.expanded),
         F.pad: linear(arithmetic.zero_padded),
         **{

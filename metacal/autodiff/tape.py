@@ -87,6 +87,7 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.failure: str | None = None
         self._forms = {**EXPOSED, **NORMS} if spelled_out else EXPOSED
+        self._open: list[Any] = []  # functions whose parts are being noted: one that calls itself has no parts
         self._params = list(params)
         self._slots: Any = WeakTensorKeyDictionary()
         self._operands: list[weakref.ref[Operand]] = []
@@ -118,9 +119,13 @@ class Tape(TorchFunctionMode):
             self.failure = "a hook may change the gradient of a tensor, which its derivative cannot tell"
             return func(*args, **kwargs)
         form = self._forms.get(func) or (None if func in RULES else opened(func))
-        if form is not None:
-            with self:
-                return form(*args, **kwargs)
+        if form is not None and func not in self._open:
+            self._open.append(func)
+            try:
+                with self:
+                    return form(*args, **kwargs)
+            finally:
+                self._open.pop()
         # looked up before the call, which may work in place
         seen = {key: self._operand(t) for key, t in given.items()}
         if needs_old_value(func, args):

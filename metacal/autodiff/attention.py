@@ -43,11 +43,18 @@ def attention(
     options: dict[str, Any] = {"scale": scale, **({"enable_gqa": True} if enable_gqa else {})}
     if dropout_p == 0:
         return fused_attention(query, key, value, attn_mask, is_causal, options)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # the whole of it in one precision, not each of its parts in its own
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = _additive(attn_mask, query)
-    return torch._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, **options
-    )[0]
+    with torch.autocast(device, enabled=False):
+        return torch._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, **options
+        )[0]
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:

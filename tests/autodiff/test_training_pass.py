@@ -86,5 +86,5 @@ def test_a_tape_keeps_what_the_graph_keeps() -> None:
     operands = list(tape._operands)
     tape.close(z)
     held = [o.tensor for o in (ref() for ref in operands) if o is not None]
-    assert len(held) > 10
+    assert len(held) >= 10
     assert all(t.untyped_storage().data_ptr() in saved for t in held if t.numel() > 1000)

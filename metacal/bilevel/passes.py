@@ -189,26 +189,21 @@ class _Taped(Recorded):
             return self.network(self.x)
         with Tape(self.network.params) as tape:
             logits, features = self.network(self.x)
-        tape.close(logits)  # kept once a run can take θ as it was
+        self.tape = tape.close(logits)
         return logits, features
 
     def jv(self, v: Cotangents) -> Tensor:
         with suppress(NotImplementedError):  # no rule for an operation, or a value that was overwritten
             if self.tape is not None:
-                return self._along(self.tape, v)
+                return self.tape.jv(v, at=self.engine.old)
         params = [p.detach().requires_grad_() for p in self.engine.old]
         with torch.enable_grad(), Tape(params) as tape:
             z = self.repeated(params)
         self.check(z)
         with suppress(NotImplementedError):
-            return self._along(tape.close(z), v)
+            return tape.close(z).jv(v)
         with torch.enable_grad(), self.network.holding(params):  # checkpointed parts run again
             return double_vjp(z, params, v)
-
-    @torch.no_grad()
-    def _along(self, tape: Tape, v: Cotangents) -> Tensor:
-        product, _ = tape.run(v)
-        return torch.zeros_like(self.logits) if product is None else product
 
 
 class Difference(Engine):

@@ -9,16 +9,16 @@ Source: "Too Sharp, Too Sure: When Calibration Follows Curvature" (arXiv 2604.20
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from metacal.calibration.measures import ece
 from metacal.errors import require
+from metacal.modes import evaluation_mode
 from metacal.predictions import Predictions
 
 __all__ = [
@@ -250,19 +250,6 @@ def _exact_margins(logits: Tensor, labels: Tensor) -> Tensor:
 def _logits_of(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     out = model(x)
     return out[0] if isinstance(out, tuple) else out
-
-
-@contextmanager
-def evaluation_mode(model: Any) -> Iterator[None]:
-    """Evaluation mode for the block; afterwards every module has the mode that it had."""
-    modes = [(m, m.training) for m in model.modules()] if isinstance(model, nn.Module) else []
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _exp(x: float) -> float:

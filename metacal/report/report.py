@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from metacal.calibration import MEASURES, Interval, bootstrap_all
 from metacal.calibration.scaling import TemperatureScaling
 from metacal.errors import InputError, require
-from metacal.margins import evaluation_mode
+from metacal.modes import evaluation_mode
 from metacal.predictions import Predictions
 from metacal.report.figures import reliability_diagram
 from metacal.report.tables import COLUMNS, Cell, Column, Table

@@ -17,8 +17,8 @@ from metacal.curvature import (
     hessian_trace,
     preconditioned_sharpness,
 )
-from metacal.margins import evaluation_mode
 from metacal.models.backbone import Backbone
+from metacal.modes import evaluation_mode
 from metacal.training.monitors import State
 
 __all__ = ["CurvatureMonitor", "curvature_values"]

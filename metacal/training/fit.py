@@ -19,14 +19,24 @@ from metacal.data import LoaderBatches, Split, as_batches, as_split
 from metacal.data.splits import stratified_draw
 from metacal.errors import InputError, require
 from metacal.models import Backbone
+from metacal.modes import evaluation_mode, training_mode
 from metacal.penalties import Pixels
 from metacal.predictions import Predictions
 from metacal.report.report import Report, predict
 from metacal.training.folder import RunFolder
 from metacal.training.logging import ConsoleLog, RunLog
+from metacal.training.loop import Progress
 from metacal.training.loop import train as train_loop
 from metacal.training.run import build_watch
-from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, build_parts, choose_device, needs_meta, size_of_batches
+from metacal.training.setup import (
+    META_BATCH_LIMIT,
+    AnyBatches,
+    Parts,
+    build_parts,
+    choose_device,
+    needs_meta,
+    size_of_batches,
+)
 
 __all__ = ["Fit", "fit"]
 
@@ -73,7 +83,8 @@ class Fit:
         x = torch.as_tensor(x).to(next(self.model.parameters()).device)
         if x.dtype == torch.uint8 and self._train is not None and self._train.transform is not None:
             x = self._train.transform(x[:, None] if x.ndim == 3 else x)  # grey images, as `fit` takes them
-        logits, _ = self.backbone.eval()(x)
+        with evaluation_mode(self.backbone):
+            logits, _ = self.backbone(x)
         return torch.softmax(logits.float() / (self.scaling.temperature if scaled else 1.0), dim=1)
 
     def evaluate(self, data: Any, **keys: Any) -> Report:
@@ -128,6 +139,42 @@ def fit(
         InputError: for input that cannot be used, before training.
         RunError: for a loss, gradient or hypergradient that is not finite.
     """
+    config = _composed(method, seed, batch_size, epochs, overrides, optimizer)
+    require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
+    chosen = choose_device(device if device != "auto" or optimizer is None else str(next(model.parameters()).device))
+    backbone = Backbone(model, head).to(chosen)
+    with training_mode(backbone.net):
+        batches, source = _batches(config, train, meta, val, chosen, backbone.n_classes)
+        _require_fit(backbone, batches)
+        said = pixels_as_said(pixels, source, chosen)
+        parts = build_parts(config, backbone, *batches, optimizer=optimizer, pixels=said)
+        done, best, history = _trained(config, parts, run_dir, progress)
+    backbone.load_state_dict(best)
+    backbone.eval()
+    p_val = predict(backbone, parts.val.epoch(0))
+    return Fit(
+        model=backbone.net,
+        backbone=backbone,
+        gamma=parts.gamma,
+        scaling=TemperatureScaling().fit(p_val),
+        history=history,
+        best_epoch=done.best_epoch,
+        seconds=done.seconds,
+        config=config,
+        _val=p_val,
+        _train=source,
+    )
+
+
+def _composed(
+    method: str,
+    seed: int,
+    batch_size: int,
+    epochs: int | None,
+    overrides: Sequence[str],
+    optimizer: torch.optim.Optimizer | None,
+) -> Config:
+    """The config of a run that the arguments of `fit` describe, and only those and `overrides`."""
     require(not isinstance(overrides, str), f"overrides must be a list of words, got the string {overrides!r}")
     require(
         optimizer is None or isinstance(optimizer, torch.optim.Optimizer),
@@ -151,27 +198,27 @@ def fit(
     words = [f"method={method}", f"seed={seed}", f"data.batch_size={batch_size}", *overrides]
     if epochs is not None:
         words.append(f"epochs={epochs}")
-    config = compose(words)
-    require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
-    chosen = choose_device(device if device != "auto" or optimizer is None else str(next(model.parameters()).device))
-    backbone = Backbone(model, head).to(chosen)
-    batches, source = _batches(config, train, meta, val, chosen, backbone.n_classes)
-    _require_fit(backbone, batches)
-    parts = build_parts(config, backbone, *batches, optimizer=optimizer, pixels=pixels_as_said(pixels, source, chosen))
+    return compose(words)
+
+
+def _trained(
+    config: Config, parts: Parts, run_dir: str | Path | None, progress: bool
+) -> tuple[Progress, dict[str, Tensor], list[dict[str, float]]]:
+    """Train `parts`: the progress, the best weights and what each validation measured."""
     folder = None
+    # Model and data are the caller's own: nothing can be made again from the config alone.
+    shown = replace(config, data=replace(config.data, name="own"), model=replace(config.model, name="own"))
     if run_dir is not None:
         folder = RunFolder(run_dir)
         require(not folder.config.exists(), f"run_dir {run_dir} already holds a run; choose another")
         folder.create()
-        # Model and data are the caller's own: nothing can be made again from the config alone.
-        own = replace(config, data=replace(config.data, name="own"), model=replace(config.model, name="own"))
-        folder.write_config(to_yaml(own))
+        folder.write_config(to_yaml(shown))
     watch = build_watch(config, parts)
-    with torch.random.fork_rng(devices=[chosen] if chosen.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[parts.device] if parts.device.type == "cuda" else []):
+        torch.manual_seed(config.seed)
         log = RunLog(folder.path if folder else None)
         if folder is not None:
-            log.start(own)
+            log.start(shown)
         console = ConsoleLog(config.method, config.epochs * len(parts.train), config.epochs, enabled=progress)
         try:
             done, best = train_loop(config, parts, watch, log, console, folder.path if folder else None)
@@ -179,21 +226,7 @@ def fit(
         finally:
             console.stop()
             log.close()
-    backbone.load_state_dict(best)
-    backbone.eval()
-    p_val = predict(backbone, parts.val.epoch(0))
-    return Fit(
-        model=backbone.net,
-        backbone=backbone,
-        gamma=parts.gamma,
-        scaling=TemperatureScaling().fit(p_val),
-        history=log.history,
-        best_epoch=done.best_epoch,
-        seconds=done.seconds,
-        config=config,
-        _val=p_val,
-        _train=source,
-    )
+    return done, best, log.history
 
 
 def pixels_as_said(
@@ -294,11 +327,9 @@ def _require_fit(backbone: Backbone, batches: Sequence[AnyBatches | None]) -> No
             continue
         x, y = next(b.epoch(0))
         _require_labels(y if isinstance(b, LoaderBatches) else b.split.labels, b.stream, backbone.n_classes)
-        mode = backbone.training
         try:
-            backbone.eval()(x[:2])
+            with evaluation_mode(backbone):
+                backbone(x[:2])
         except RuntimeError as error:
             shape = ", ".join(map(str, x.shape[1:]))
             raise InputError(f"the model cannot take {b.stream} inputs of shape (N, {shape}): {error}") from None
-        finally:
-            backbone.train(mode)

@@ -95,7 +95,6 @@ def train(
             checkpoint.save(folder / "checkpoints" / "last.pt", complete_state(parts, p, watch, log))
 
     while p.epoch < config.epochs:
-        parts.backbone.train()
         for x, y in train_batches.epoch(p.epoch, start=p.batch):
             factor = _learning_rate_factor(config, p.step, total, per_epoch)
             for group, lr in zip(parts.optimizer.param_groups, base_lrs):
@@ -261,7 +260,6 @@ def _validate(
     due = m.figures_every and (p.epoch % m.figures_every == 0 or log.figures_wait)
     if due and p.epoch < config.epochs:  # the last ones are drawn when training is over
         log.figures(_figures(config, state, running), p.step, None if m.max_share is None else FIGURE_SHARE)
-    parts.backbone.train()
     return values
 
 

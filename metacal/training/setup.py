@@ -24,6 +24,7 @@ from metacal.errors import InputError, require
 from metacal.gamma import FLSD, AdaFocal, FixedGamma, GammaNet, LearnedSmoothing, ScalarGamma, StepGamma, pool
 from metacal.mixing import mixup
 from metacal.models import Backbone, build_model
+from metacal.modes import evaluation_mode
 from metacal.objective import Term
 from metacal.optim import backbone_optimizer, build_optimizer
 from metacal.penalties import PENALTIES, Pixels
@@ -200,7 +201,7 @@ def _require_divisible(backbone: Backbone, train: AnyBatches, chunk: int) -> Non
     """Gradient descent in parts of `chunk` samples, on a network that allows it."""
     require(isinstance(train, Batches), "optimizer=gd takes the whole training set at once, which a DataLoader has not")
     assert isinstance(train, Batches)
-    found = coupling_layer(backbone.net, training=True)
+    found = coupling_layer(backbone.net)
     if found is not None and len(train.split) > chunk:
         raise InputError(
             f"optimizer=gd takes the {len(train.split)} training samples in parts of data.batch_size={chunk}, but "
@@ -345,13 +346,11 @@ def _gamma_inputs(config: Config, backbone: Backbone, train: AnyBatches) -> int:
     require(layer in modules, f"gamma.layer must name a module of the backbone, got {layer!r}")
     widths: list[int] = []
     hook = modules[layer].register_forward_hook(lambda _m, _i, output: widths.append(pool(output, layer).shape[1]))
-    mode = backbone.training
     try:
-        with torch.no_grad():
-            backbone.eval()(next(train.epoch(0))[0])
+        with torch.no_grad(), evaluation_mode(backbone):
+            backbone(next(train.epoch(0))[0])
     finally:
         hook.remove()
-        backbone.train(mode)
     require(bool(widths), f"gamma.layer={layer} is not run in the backbone's forward pass")
     return widths[0]
 

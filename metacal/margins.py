@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metacal.calibration.measures import ece
-from metacal.errors import require
+from metacal.errors import InputError, require
 from metacal.modes import evaluation_mode
 from metacal.predictions import Predictions
 
@@ -37,6 +37,8 @@ def true_margin(logits: Tensor, labels: Tensor) -> Tensor:
     """m_i = z_{y_i} − max_{j≠y_i} z_j, shape (N,), differentiable; positive where the prediction is right.
 
     Args: logits (N, K), K >= 2; labels (N,) in 0..K−1. Half types are taken to float32.
+
+    Raises `InputError` for labels out of range that lie on the CPU.
     """
     logits = _checked(logits)
     _check_labels(logits, labels)
@@ -230,18 +232,24 @@ def _checked(logits: Tensor) -> Tensor:
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
-def _check_labels(logits: Tensor, labels: Tensor) -> None:
+def _check_labels(logits: Tensor, labels: Tensor, wait: bool = False) -> None:
+    """Integers (N,) in 0..K−1. Their values are read on the CPU; on another device, for which to wait, if `wait`."""
     require(
         isinstance(labels, Tensor) and labels.shape == logits.shape[:1] and not labels.is_floating_point(),
         f"labels must be an integer tensor of shape ({len(logits)},), got "
         + (f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else f"{type(labels)}"),
     )
+    if wait or labels.device.type == "cpu":
+        outside = (labels < 0) | (labels >= logits.shape[1])
+        if bool(outside.any()):
+            row = int(outside.int().argmax())
+            raise InputError(f"labels must be in 0..{logits.shape[1] - 1}, got {int(labels[row])} in row {row}")
 
 
 def _exact_margins(logits: Tensor, labels: Tensor) -> Tensor:
     """The margins in float64, chunk by chunk: no second (N, K) array."""
     _checked(logits[:1])
-    _check_labels(logits, labels)
+    _check_labels(logits, labels, wait=True)
     rows = max(1, 2**20 // logits.shape[1])
     parts = zip(logits.detach().split(rows), labels.split(rows))
     return torch.cat([true_margin(z.double(), y) for z, y in parts])

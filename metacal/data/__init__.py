@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from metacal.data.batches import Batches
 from metacal.data.build import Data, build_data
+from metacal.data.kind import InputKind, Task
+from metacal.data.loaders import LoaderBatches
 from metacal.data.splits import Split, Transform
-from metacal.data.wrap import LoaderBatches, as_batches, as_split
+from metacal.data.wrap import as_batches, as_split
 
-__all__ = ["Batches", "Data", "LoaderBatches", "Split", "Transform", "as_batches", "as_split", "build_data"]
+__all__ = [
+    "Batches",
+    "Data",
+    "InputKind",
+    "LoaderBatches",
+    "Split",
+    "Task",
+    "Transform",
+    "as_batches",
+    "as_split",
+    "build_data",
+]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from metacal.data.arrays import stacked
 from metacal.data.splits import Split
 from metacal.data.stores import leave_interrupts, one_line
 from metacal.errors import InputError, require
@@ -78,9 +79,10 @@ class Batches:
         with_index: bool = False,
     ) -> None:
         require(
-            isinstance(batch_size, int) and batch_size >= 1,
+            isinstance(batch_size, (int, np.integer)) and batch_size >= 1,
             f"batch_size must be an int >= 1, got {batch_size!r}",
         )
+        batch_size = int(batch_size)
         require(len(split) > 0, f"split {split.name!r} is empty")
         self.split = split
         self.batch_size = batch_size
@@ -97,6 +99,10 @@ class Batches:
     def __len__(self) -> int:
         """Batches an epoch."""
         return self._length
+
+    def smallest_batch(self) -> int:
+        """How many samples the smallest batch has."""
+        return min(self.batch_size, len(self.split) - (len(self) - 1) * self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """The batches `start`, `start + 1`, ... of one epoch."""
@@ -186,8 +192,8 @@ class _Fetch:
         with global_rng(seed):
             items = [self.dataset[i] for i in indices]
         if isinstance(items[0], Tensor):
-            return torch.stack(items), None
-        return torch.stack([torch.as_tensor(x) for x, *_ in items]), torch.tensor([int(y) for _, y, *_ in items])
+            return stacked(items, "inputs"), None
+        return stacked([torch.as_tensor(x) for x, *_ in items], "inputs"), torch.tensor([int(y) for _, y, *_ in items])
 
 
 def _errors_in_one_line(loader: DataLoader) -> Iterator[Any]:

@@ -19,6 +19,8 @@ __all__ = ["Split", "Transform", "channel_statistics", "resolve_size", "stratifi
 class Transform:
     """Stored values to inputs: `x = (scale · stored - mean) / std`, mean and std per channel (dimension 1).
 
+    Inputs are of type `dtype`, or float64 where they are stored as that.
+
     Stored images are uint8 and `scale` takes them to [0, 1]. `crop_padding` and `flip` are the augmentation
     of training batches: a crop at a random offset of the image padded by reflection, and a left-right mirror
     image with probability 1/2.
@@ -29,11 +31,12 @@ class Transform:
     std: Tensor  # (C,)
     crop_padding: int = 0
     flip: bool = False
+    dtype: torch.dtype = torch.float32
 
     def __call__(self, stored: Tensor) -> Tensor:
-        """`stored (N, C, ...)` of any dtype to normalised float32 (a float64 input stays float64)."""
+        """`stored (N, C, ...)` of any type, normalised."""
         shape = (-1,) + (1,) * (stored.ndim - 2)
-        dtype = torch.float64 if stored.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if stored.dtype == torch.float64 else self.dtype
         gain = (self.scale / self.std).to(stored.device, dtype).view(shape)
         shift = (self.mean / self.std).to(stored.device, dtype).view(shape)
         # A fresh copy in any case, so that working in place is safe and storage is never handed out.
@@ -47,7 +50,7 @@ class Split:
     `storage` is a tensor of all stored inputs `(n, ...)` on the device, or a map-style dataset that a
     DataLoader streams: `dataset[i]` is the stored input (a tensor), or with `yields_labels` a pair of it and
     the label. `labels` (n,) are int64 on the device. `transform` is None for inputs that are used as they
-    are.
+    are. `class_names` are those of the classes 0, 1, ..., where the data name them.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Split:
     transform: Transform | None = None
     workers: int = 0
     yields_labels: bool = False
+    class_names: Sequence[str] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -77,6 +81,8 @@ class Split:
 
 def resolve_size(key: str, value: Any, total: int) -> int:
     """The count that `value` means of `total`: a float in (0, 1) is a fraction, an int >= 1 a count below `total`."""
+    if isinstance(value, np.generic):
+        value = value.item()
     wrong = f"{key} must be a fraction in (0, 1) or a count >= 1, got {value!r}"
     require(isinstance(value, (int, float)) and not isinstance(value, bool), wrong)
     if isinstance(value, int):

@@ -1,88 +1,67 @@
-"""Other people's data as splits and batches: tensors, a Dataset, or a DataLoader."""
+"""Other people's data as splits and batches: arrays, a Dataset, or a DataLoader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from metacal.data.batches import Batches, derived_seed, global_rng
+from metacal.data.arrays import as_labels, as_tensor, check_labels, stacked
+from metacal.data.batches import Batches
+from metacal.data.kind import InputKind, Task, require_finite, trained_on
+from metacal.data.loaders import LoaderBatches
+from metacal.data.pairs import LOOK, Pairs, evenly_spaced, labels_of_items
 from metacal.data.splits import Split, Transform, channel_statistics
 from metacal.errors import InputError, require
 
-__all__ = ["LoaderBatches", "as_batches", "as_split"]
+__all__ = ["as_batches", "as_split", "for_model", "input_kind", "loader_batches"]
 
 _KINDS = "a pair of tensors (x, y), a torch Dataset, a Split, or a DataLoader"
+STATISTICS = 10_000  # images of a Dataset or a DataLoader from which its normalisation is computed
 
 
 def as_split(
     data: Any,
     name: str = "train",
     device: str | torch.device = "cpu",
-    like: Split | None = None,
+    like: Split | InputKind | None = None,
     workers: int = 0,
+    task: Task | None = None,
 ) -> Split:
     """`data` as a Split.
 
-    - `(x, y)` tensors or arrays, or a `TensorDataset` of the two: float inputs are used as they are; uint8
-      images `(N, C, H, W)` or grey `(N, H, W)` are scaled to [0, 1] and normalised per channel, by the
-      statistics of `like` (the training split, for val and test) or else by their own.
-    - any other map-style Dataset of pairs (input, label): read afresh at each pass, its random transforms
-      seeded by (seed, stream, epoch, batch). Labels come from its `targets` or `labels`; lacking those it is
-      read through once.
+    - `(x, y)`, two tensors, arrays, data frames or lists (see `as_tensor` and `as_labels`), or a `TensorDataset` of
+      the two: float inputs are used as they are; uint8 images `(N, C, H, W)` or grey `(N, H, W)` are scaled to [0, 1]
+      and normalised per channel by their own statistics.
+    - any other map-style Dataset of pairs (input, label), as `Pairs` takes them: read afresh at each pass, its random
+      transforms seeded by (seed, stream, epoch, batch). Images that it gives as uint8 or PIL are normalised likewise.
+      Labels come from its `targets` or `labels`; lacking those, or where `task` is given and they are not what a look
+      at the items finds, it is read through once.
     - a Split stays what it is.
 
-    Raises `InputError` for lengths that differ, labels that are not integers >= 0, and inputs with NaN.
+    Args:
+        like: the training split, or the kind of its inputs, for data that its model is to be given: they go through
+            the same transform, or are refused (see `InputKind`).
+        task: of a model that is to be given these data. Inputs may then be integers (tokens) too.
+
+    Raises:
+        InputError: for lengths that differ, labels that are no class indices, inputs with NaN, inputs of another kind.
     """
     device = torch.device(device)
+    kind = input_kind(like) if isinstance(like, Split) else like
     if isinstance(data, Split):
+        check_labels(data.labels, name, len(data), task.n_classes if task is not None else None)
         return data
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = data.tensors
     if isinstance(data, (tuple, list)) and len(data) == 2:
-        x, y = torch.as_tensor(data[0]), torch.as_tensor(data[1])
-        require(x.ndim >= 1 and len(x) > 0, f"{name} data are empty (x has shape {tuple(x.shape)})")
-        labels = _check_labels(y, name, len(x))
-        transform = None
-        if x.dtype == torch.uint8:
-            x = x[:, None] if x.ndim == 3 else x
-            require(x.ndim == 4, f"{name} uint8 inputs must be images (N, C, H, W), got shape {tuple(x.shape)}")
-            require(
-                not (x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)),
-                f"{name} images must be (N, C, H, W), got shape {tuple(x.shape)}; use x.permute(0, 3, 1, 2)",
-            )
-            transform = like.transform if like is not None and like.transform is not None else None
-            if transform is None:
-                mean, std = channel_statistics(lambda: x.split(4096), 1 / 255, count_values=True)
-                transform = Transform(1 / 255, mean.to(device), std.to(device))
-            else:
-                transform = Transform(transform.scale, transform.mean, transform.std)
-        else:
-            require(x.is_floating_point(), f"{name} inputs must be floating point, or uint8 images, got {x.dtype}")
-            bad = ~torch.isfinite(x.flatten(1) if x.ndim > 1 else x[:, None]).all(1)
-            require(
-                not bool(bad.any()),
-                f"{name} inputs have NaN or infinite values in {int(bad.sum())} samples, the first at index "
-                f"{int(bad.int().argmax())}",
-            )
-        return Split(name, x.contiguous().to(device), labels.to(device), transform)
+        return _split_of_arrays(*data, name, device, kind, task)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-        n = len(data)  # type: ignore[arg-type]
-        require(n > 0, f"{name} dataset is empty")
-        first = data[0]
-        require(
-            isinstance(first, (tuple, list)) and len(first) >= 2 and isinstance(first[0], Tensor),
-            f"{name} dataset must give pairs (tensor, label), got {_shown(first)}",
-        )
-        known = next((v for a in ("targets", "labels") if (v := getattr(data, a, None)) is not None), None)
-        if known is None or len(known) != n:
-            with global_rng(0):
-                known = [int(data[i][1]) for i in range(n)]
-        labels = _check_labels(torch.as_tensor(known), name, n)
-        return Split(name, data, labels.to(device), workers=workers, yields_labels=True)
+        return _split_of_dataset(data, name, device, kind, task, workers)
     raise InputError(f"{name} data must be {_KINDS}, got {type(data).__name__}")
 
 
@@ -94,7 +73,8 @@ def as_batches(
     shuffle: bool = True,
     augment: bool = True,
     device: str | torch.device = "cpu",
-    like: Split | None = None,
+    like: Split | InputKind | None = None,
+    task: Task | None = None,
 ) -> Batches | LoaderBatches:
     """`data` as batches: a DataLoader keeps its own batches and order; anything else goes through `as_split`.
 
@@ -102,85 +82,174 @@ def as_batches(
     """
     if isinstance(data, (Batches, LoaderBatches)):
         return data
+    kind = input_kind(like) if isinstance(like, Split) else like
     if isinstance(data, DataLoader):
-        return LoaderBatches(data, seed, stream, device)
-    split = as_split(data, name=stream, device=device, like=like)
+        return LoaderBatches(data, seed, stream, device, None if kind is None else kind.prepare, task)
+    split = as_split(data, stream, device, kind, task=task)
     return Batches(split, batch_size, seed, stream, shuffle=shuffle, augment=augment)
 
 
-class LoaderBatches:
-    """A DataLoader as batches `(x, y)`: iterated anew at each epoch, so it shuffles and augments anew.
+def for_model(model: Any, data: Any, name: str) -> Any:
+    """`data` as a model that `metacal.fit` trained takes them, in batches `(x, y)`; for any other model as they are.
 
-    While it works, the global generators are seeded from (seed, stream, epoch, batch), so a pass is
-    repeatable and `start` is reached by reading past the batches before it. A loader that was given a
-    generator of its own keeps its order to itself: it is not repeatable.
+    Raises:
+        InputError: for data of another kind than those that the model was trained on.
     """
+    trained = trained_on(model)
+    if trained is None or isinstance(data, (Batches, LoaderBatches)):
+        return data
+    kind, task = trained
+    pair = isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list))
+    if pair or isinstance(data, (Dataset, DataLoader, Split)):
+        return as_batches(data, 512, stream=name, shuffle=False, augment=False, like=kind, task=task).epoch(0)
+    return ((kind.prepare(x, f"{name} batch {i}:"), y, *_) for i, (x, y, *_) in enumerate(data))
 
-    def __init__(
-        self, loader: DataLoader, seed: int = 0, stream: str = "train", device: str | torch.device = "cpu"
-    ) -> None:
-        try:
-            self._length = len(loader)
-        except TypeError:
-            raise InputError(f"the {stream} DataLoader must have a length; its dataset defines none") from None
-        require(self._length > 0, f"the {stream} DataLoader is empty")
-        self.loader = loader
-        self.seed = seed
-        self.stream = stream
-        self.device = torch.device(device)
 
-    def __len__(self) -> int:
-        """Batches an epoch."""
-        return self._length
+def input_kind(split: Split) -> InputKind:
+    """The kind of a training split's inputs; of a Dataset by a look at some of them."""
+    if split.in_memory:
+        return InputKind.of(split.storage.split(4096), split.transform)
+    index = evenly_spaced(len(split), LOOK)
+    items = (split.storage[i] for i in index)
+    x = stacked([item[0] if split.yields_labels else item for item in items], f"{split.name} inputs")
+    return InputKind.of([x], split.transform)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches `start`, `start + 1`, ... of one epoch."""
-        with global_rng(derived_seed(self.seed, self.stream, epoch)):
-            batches = iter(self.loader)
-        for i in range(len(self)):
-            with global_rng(derived_seed(self.seed, self.stream, epoch, i)):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            if i >= start:
-                yield self._checked(batch)
 
-    def forever(self, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Epoch after epoch, from the batch with global number `start`."""
-        epoch, first = divmod(start, len(self))
-        while True:
-            yield from self.epoch(epoch, first)
-            epoch, first = epoch + 1, 0
+def loader_batches(
+    loader: DataLoader, seed: int, device: str | torch.device, task: Task
+) -> tuple[LoaderBatches, InputKind]:
+    """A DataLoader's batches to train on, and the kind of their inputs by a look at its first ones.
 
-    def _checked(self, batch: Any) -> tuple[Tensor, Tensor]:
-        pair = isinstance(batch, (tuple, list)) and len(batch) >= 2
+    uint8 images are normalised, by the statistics of up to 10,000 of them.
+    """
+    batches = LoaderBatches(loader, seed, "train", device, task=task)
+    transform = None
+    first, _ = next(batches.epoch(0))
+    if first.dtype == torch.uint8:
+        as_images(first, "train")
+        transform = _on(image_transform(lambda: _inputs(batches, STATISTICS), task.dtype), batches.device)
+    kind = InputKind.of(_inputs(batches, LOOK), transform)
+    batches.prepare = partial(kind.prepare, ranged=False)
+    return batches, kind
+
+
+def _inputs(batches: LoaderBatches, count: int) -> Iterator[Tensor]:
+    """The inputs of the first batches, until there are `count`."""
+    for x, _ in batches.epoch(0):
+        yield as_images(x, "train") if x.dtype == torch.uint8 else x
+        count -= len(x)
+        if count <= 0:
+            return
+
+
+def image_transform(batches: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None) -> Transform:
+    """What scales uint8 images to [0, 1] and normalises them per channel, by the statistics of batches of them."""
+    mean, std = channel_statistics(batches, 1 / 255, count_values=True)
+    return Transform(1 / 255, mean, std, dtype=dtype or torch.float32)
+
+
+def _split_of_arrays(
+    x: Any, y: Any, name: str, device: torch.device, kind: InputKind | None, task: Task | None
+) -> Split:
+    x = as_tensor(x, f"{name} inputs")
+    require(x.ndim >= 1 and len(x) > 0, f"{name} data are empty (x has shape {tuple(x.shape)})")
+    wanted = task or Task()
+    labels, class_names = as_labels(y, name, len(x), wanted.n_classes, wanted.class_names)
+    if kind is not None:
+        x = kind.accept(x, name)
+        transform = kind.transform_of(x)
+    elif x.dtype == torch.uint8:
+        x = as_images(x, name)
+        transform = image_transform(lambda: x.split(4096), wanted.dtype)
+    else:
+        transform = None
         require(
-            pair and isinstance(batch[0], Tensor) and isinstance(batch[1], Tensor),
-            f"the {self.stream} DataLoader must give batches (inputs, labels) of tensors, got {_shown(batch)}",
+            x.is_floating_point() or (x.dtype == torch.int64 and task is not None),
+            f"{name} inputs must be floating point, or uint8 images, got {x.dtype}",
         )
-        x, y = batch[0], batch[1]
-        y = _check_labels(y, self.stream, len(x))
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        if x.is_floating_point():
+            require_finite(x, name)
+    if transform is None and x.is_floating_point() and wanted.dtype is not None:
+        x = x.to(wanted.dtype)
+    return Split(name, x.contiguous().to(device), labels.to(device), _on(transform, device), class_names=class_names)
 
 
-def _check_labels(y: Tensor, name: str, n: int) -> Tensor:
-    require(y.ndim == 1, f"{name} labels must hold one class index a sample, shape (N,), got {tuple(y.shape)}")
-    require(len(y) == n, f"{name} inputs and labels must be equally many, got {n} and {len(y)}")
+def _split_of_dataset(
+    data: Any, name: str, device: torch.device, kind: InputKind | None, task: Task | None, workers: int
+) -> Split:
+    n = len(data)
+    require(n > 0, f"{name} dataset is empty")
+    pairs = Pairs(data, name, task or Task(), kind)
+    labels, class_names = _labels_of_dataset(data, name, n, task)
+    pairs.task = Task(pairs.task.n_classes, pairs.task.dtype, class_names)
+    index = evenly_spaced(n, LOOK)
+    transform = None
+    if kind is not None:
+        for x in pairs.inputs(index):
+            transform = kind.transform_of(kind.accept(x, name))
+    elif (first := next(pairs.inputs([0]))).dtype == torch.uint8:
+        as_images(first, name)
+        transform = image_transform(lambda: pairs.inputs(evenly_spaced(n, STATISTICS)), pairs.task.dtype)
+    return Split(name, pairs, labels.to(device), _on(transform, device), workers, True, class_names)
+
+
+def _labels_of_dataset(data: Any, name: str, n: int, task: Task | None) -> tuple[Tensor, Sequence[str] | None]:
+    """Class indices (n,) and the classes' names, from an attribute of the dataset if that is true, else by reading."""
+    wanted = task or Task()
+    names = wanted.class_names if wanted.class_names is not None else _class_names(data, wanted.n_classes)
+    declared = _declared_labels(data, n)
+    if declared is not None and (task is None or _agrees(declared, data, n, names)):
+        check_labels(declared, name, n, wanted.n_classes)
+        return declared, names
+    items = labels_of_items(data, range(n))
+    labels, named = as_labels(items, name, n, wanted.n_classes, names)
+    return labels, named if named is not None else names
+
+
+def _declared_labels(data: Any, n: int) -> Tensor | None:
+    """The numbers that a dataset holds as its `targets` or `labels`; None where it holds none for each item."""
+    values = next((v for a in ("targets", "labels") if (v := getattr(data, a, None)) is not None), None)
+    try:
+        labels = None if values is None else as_tensor(values, "labels")
+    except InputError:
+        return None
+    integers = labels is not None and labels.dtype in (torch.int64, torch.uint8) and labels.shape == (n,)
+    return labels.long() if labels is not None and integers else None
+
+
+def _agrees(declared: Tensor, data: Any, n: int, class_names: Sequence[str] | None) -> bool:
+    """Whether the items give the labels that the dataset declares, by a look at some of them."""
+    index = evenly_spaced(n, LOOK)
+    try:
+        labels, _ = as_labels(labels_of_items(data, index), "", len(index), None, class_names)
+    except InputError:
+        return False
+    return torch.equal(labels, declared[index])
+
+
+def _class_names(data: Any, n_classes: int | None) -> Sequence[str] | None:
+    """The names that a dataset gives its classes, one for each of the model's outputs."""
+    names = getattr(data, "classes", None)
+    listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    return list(names) if listed and len(names) == n_classes else None
+
+
+def as_images(x: Tensor, name: str) -> Tensor:
+    """uint8 images as `(N, C, H, W)`: grey ones get their channel. Raises `InputError` for another layout."""
+    x = x[:, None] if x.ndim == 3 else x
     require(
-        not y.is_floating_point() and not y.is_complex() and y.dtype != torch.bool,
-        f"{name} labels must be integers, got {y.dtype}",
+        x.ndim == 4,
+        f"{name} uint8 inputs must be images (N, C, H, W), got shape {tuple(x.shape)}; use x.float() for features",
     )
-    y = y.to(torch.int64)
-    negative = y < 0
     require(
-        not bool(negative.any()),
-        f"{name} labels must be >= 0, got {int(y[int(negative.int().argmax())])} at index "
-        f"{int(negative.int().argmax())}",
+        not (x.shape[3] in (1, 3) and x.shape[1] not in (1, 3)),
+        f"{name} images must be (N, C, H, W), got shape {tuple(x.shape)}; use x.permute(0, 3, 1, 2)",
     )
-    return y
+    return x
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(type(v).__name__ for v in value)})"
-    return type(value).__name__
+def _on(transform: Transform | None, device: torch.device) -> Transform | None:
+    if transform is None:
+        return None
+    moved = (transform.mean.to(device), transform.std.to(device))
+    return Transform(transform.scale, *moved, dtype=transform.dtype)  # without the augmentation of training

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from metacal.calibration import MEASURES, Interval, bootstrap_all
 from metacal.calibration.scaling import TemperatureScaling
+from metacal.data.wrap import for_model
 from metacal.errors import InputError, require
 from metacal.modes import evaluation_mode
 from metacal.predictions import Predictions
@@ -167,10 +168,11 @@ def evaluate(
 ) -> Report:
     """Report on the model's predictions for `data`; see `predict` for these, `Report` for the options.
 
-    With `val` a temperature is fitted on it, and the report gives every measure after scaling as well.
+    With `val` a temperature is fitted on it, and the report gives every measure after scaling as well. A model that
+    `metacal.fit` trained is given its data as there: uint8 images are normalised, inputs of another kind refused.
     """
-    predictions = predict(model, data, device)
-    return Report(predictions, None if val is None else predict(model, val, device), **options)
+    predictions = predict(model, for_model(model, data, "data"), device)
+    return Report(predictions, None if val is None else predict(model, for_model(model, val, "val"), device), **options)
 
 
 def predict(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,33 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from metacal.calibration import TemperatureScaling
 from metacal.compose import compose, to_yaml
 from metacal.config import Config
-from metacal.data import LoaderBatches, Split, as_batches, as_split
-from metacal.data.splits import stratified_draw
-from metacal.errors import InputError, require
+from metacal.data import InputKind, Task
+from metacal.data.kind import remember
+from metacal.errors import require
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode, training_mode
 from metacal.penalties import Pixels
 from metacal.predictions import Predictions
 from metacal.report.report import Report, predict
+from metacal.training.fit_data import evaluation_data, prepare_fit
 from metacal.training.folder import RunFolder
 from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import Progress
 from metacal.training.loop import train as train_loop
 from metacal.training.run import build_watch
-from metacal.training.setup import (
-    META_BATCH_LIMIT,
-    AnyBatches,
-    Parts,
-    build_parts,
-    choose_device,
-    needs_meta,
-    size_of_batches,
-)
+from metacal.training.setup import Parts, build_parts, choose_device
 
 __all__ = ["Fit", "fit"]
 
@@ -68,7 +61,8 @@ class Fit:
     seconds: float
     config: Config
     _val: Predictions
-    _train: Split | None
+    _kind: InputKind
+    _task: Task
 
     def __repr__(self) -> str:
         nll = next(line["val/nll"] for line in self.history if line["epoch"] == self.best_epoch)
@@ -80,17 +74,18 @@ class Fit:
     @torch.no_grad()
     def predict_proba(self, x: Tensor, scaled: bool = True) -> Tensor:
         """Class probabilities (N, K) of inputs (N, ...), after temperature scaling unless `scaled=False`."""
-        x = torch.as_tensor(x).to(next(self.model.parameters()).device)
-        if x.dtype == torch.uint8 and self._train is not None and self._train.transform is not None:
-            x = self._train.transform(x[:, None] if x.ndim == 3 else x)  # grey images, as `fit` takes them
+        x = self._kind.prepare(x, "new").to(next(self.model.parameters()).device)
+        if x.is_floating_point():
+            x = x.to(self._task.dtype)
         with evaluation_mode(self.backbone):
             logits, _ = self.backbone(x)
-        return torch.softmax(logits.float() / (self.scaling.temperature if scaled else 1.0), dim=1)
+        precision = torch.promote_types(logits.dtype, torch.float32)
+        return torch.softmax(logits.to(precision) / (self.scaling.temperature if scaled else 1.0), dim=1)
 
     def evaluate(self, data: Any, **keys: Any) -> Report:
         """The report of `data` (as `fit` takes it), before and after temperature scaling; `keys` go to `Report`."""
         device = next(self.model.parameters()).device
-        batches = _evaluation(data, "test", device, self._train)
+        batches = evaluation_data(data, "test", device, self._kind, self._task)
         return Report(predict(self.backbone, batches.epoch(0)), self._val, **keys)
 
 
@@ -120,7 +115,8 @@ def fit(
 
     Args:
         model: from inputs to logits (N, K); its last Linear layer is the head, unless `head` names another.
-        train, meta, val: each a pair of tensors (x, y), a Dataset of pairs, or a DataLoader. Where `meta` (for methods
+        train, meta, val: each a pair (x, y) of tensors or arrays, a Dataset of pairs, or a DataLoader; docs/data.md has
+            the kinds of inputs and labels. Where `meta` (for methods
             that learn their gammas) or `val` is missing, a stratified tenth of `train` is set aside for it, which a
             DataLoader does not allow. A `meta` that the method does not need is added to `train`, so that methods see
             the same images (DataLoaders cannot be added up: there it stays unused). `val` selects the epoch and fits
@@ -128,7 +124,8 @@ def fit(
         method: a name in `configs/method/`, such as gamma_net, focal, cross_entropy.
         epochs, batch_size, seed: of the training; `batch_size` does not touch a DataLoader.
         optimizer: your own over `model.parameters()` (for methods that learn their gammas SGD, Adam or AdamW of
-            torch.optim or one of metacal.optim); else the configured one.
+            torch.optim or one of metacal.optim); else the configured one. Its learning rates follow the schedule, and
+            are afterwards what they were.
         pixels: (mean, std) per channel, when inputs are (pixel - mean) / std with pixels in [0, 1]: what penalties that
             perturb images need to know. uint8 images bring it with them.
         overrides: keys of the optimizer, schedule, loss, gamma, penalties, meta problem, monitors and precision, as on
@@ -143,14 +140,14 @@ def fit(
     require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
     chosen = choose_device(device if device != "auto" or optimizer is None else str(next(model.parameters()).device))
     backbone = Backbone(model, head).to(chosen)
-    with training_mode(backbone.net):
-        batches, source = _batches(config, train, meta, val, chosen, backbone.n_classes)
-        _require_fit(backbone, batches)
-        said = pixels_as_said(pixels, source, chosen)
-        parts = build_parts(config, backbone, *batches, optimizer=optimizer, pixels=said)
+    with training_mode(backbone.net), _as_numbers(optimizer):
+        data = prepare_fit(config, backbone, train, meta, val)
+        said = pixels_as_said(pixels, data.kind, chosen)
+        parts = build_parts(config, backbone, data.train, data.meta, data.val, optimizer=optimizer, pixels=said)
         done, best, history = _trained(config, parts, run_dir, progress)
     backbone.load_state_dict(best)
     backbone.eval()
+    remember(backbone.net, data.kind, data.task)
     p_val = predict(backbone, parts.val.epoch(0))
     return Fit(
         model=backbone.net,
@@ -162,8 +159,34 @@ def fit(
         seconds=done.seconds,
         config=config,
         _val=p_val,
-        _train=source,
+        _kind=data.kind,
+        _task=data.task,
     )
+
+
+@contextmanager
+def _as_numbers(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """For the block, the settings of `optimizer` as plain numbers, which a schedule scales and a log writes.
+
+    Afterwards it has the settings that it came with, its learning rates among them.
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    given = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    for group, settings in zip(groups, given):
+        group.update({key: _number(value) for key, value in settings.items()})
+    try:
+        yield
+    finally:
+        for group, settings in zip(groups, given):
+            group.pop("initial_lr", None)
+            group.update(settings)
+
+
+def _number(value: Any) -> Any:
+    """A tensor of one number, or a numpy scalar, as a number; anything else as it is."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_number(v) for v in value)
+    return value.item() if isinstance(value, (Tensor, np.generic)) and np.prod(value.shape) == 1 else value
 
 
 def _composed(
@@ -230,7 +253,7 @@ def _trained(
 
 
 def pixels_as_said(
-    given: tuple[Sequence[float], Sequence[float]] | None, source: Split | None, device: Any
+    given: tuple[Sequence[float], Sequence[float]] | None, kind: InputKind, device: torch.device
 ) -> Pixels | None:
     """How the inputs are made of pixels: as said, or by the transform of uint8 images."""
     if given is not None:
@@ -238,98 +261,6 @@ def pixels_as_said(
         require(mean.shape == std.shape and mean.dim() == 1, f"pixels must be (mean, std) per channel, got {given}")
         require(bool((std > 0).all()), f"pixels must have std > 0, got {given[1]}")
         return Pixels(mean, std)
-    if source is None or source.transform is None:
+    if kind.dtype != torch.uint8 or kind.transform is None:
         return None
-    return Pixels(source.transform.mean.float(), source.transform.std.float())
-
-
-def _batches(
-    config: Config, train: Any, meta: Any, val: Any, device: torch.device, n_classes: int
-) -> tuple[tuple[AnyBatches, AnyBatches | None, AnyBatches], Split | None]:
-    """Training, meta and validation batches, and the training split unless it is a DataLoader's."""
-    learns = needs_meta(config)
-    size, seed = config.data.batch_size, config.seed
-    source: Split | None = None
-    if isinstance(train, DataLoader):
-        missing = [name for name, data in (("meta", meta if learns else train), ("val", val)) if data is None]
-        require(
-            not missing,
-            f"{' and '.join(missing)} must be given when train is a DataLoader: nothing can be set aside from it",
-        )
-    else:
-        source = as_split(train, "train", device)
-        _require_labels(source.labels, "train", n_classes)  # before classes are counted to set some aside
-        if val is None:
-            val, source = _set_aside(source, "val", seed)
-        if learns and meta is None:
-            meta, source = _set_aside(source, "meta", seed)
-        elif not learns and meta is not None and not isinstance(meta, DataLoader):
-            source = _joined(source, as_split(meta, "meta", device, like=source))
-        train = source
-    shuffle = True
-    if isinstance(train, Split):
-        size, shuffle = size_of_batches(config, train)
-    train_batches = as_batches(train, size, seed, "train", shuffle=shuffle, device=device)
-    meta_batches = None
-    if learns:
-        if not isinstance(meta, DataLoader):
-            meta = as_split(meta, "meta", device, like=source)
-        meta_size = config.data.meta_batch_size or META_BATCH_LIMIT  # never more than there are
-        meta_batches = as_batches(meta, meta_size, seed, "meta", device=device)
-    return (train_batches, meta_batches, _evaluation(val, "val", device, source)), source
-
-
-def _evaluation(data: Any, name: str, device: torch.device, like: Split | None) -> AnyBatches:
-    """All samples of `data` once, in order."""
-    if not isinstance(data, DataLoader):
-        data = as_split(data, name, device, like=like)
-    return as_batches(data, 1024, stream=name, shuffle=False, augment=False, device=device)
-
-
-def _set_aside(split: Split, name: str, seed: int) -> tuple[Split, Split]:
-    """A stratified tenth of `split` and the rest."""
-    labels = split.labels.cpu().numpy()
-    n_classes = int(labels.max()) + 1
-    rng = np.random.default_rng([seed, len(name)])
-    names = [str(k) for k in range(n_classes)]
-    drawn, rest = stratified_draw(labels, max(n_classes, len(labels) // 10), rng, names, f"{name} (a tenth of train)")
-    return _subset(split, drawn, name), _subset(split, rest, split.name)
-
-
-def _joined(a: Split, b: Split) -> Split:
-    """The samples of both, as `a` takes them."""
-    if a.in_memory != b.in_memory or a.yields_labels != b.yields_labels:
-        raise InputError("train and meta must be of one kind (both tensors, or both Datasets) to be joined")
-    storage: Any = torch.cat([a.storage, b.storage]) if a.in_memory else ConcatDataset([a.storage, b.storage])
-    return replace(a, storage=storage, labels=torch.cat([a.labels, b.labels]))
-
-
-def _subset(split: Split, index: np.ndarray, name: str) -> Split:
-    rows = torch.from_numpy(index)
-    if split.in_memory:
-        storage = split.storage[rows.to(split.device)]
-    else:
-        storage = Subset(split.storage, rows.tolist())
-    return replace(split, name=name, storage=storage, labels=split.labels[rows.to(split.device)])
-
-
-def _require_labels(labels: Tensor, name: str, n_classes: int) -> None:
-    """Labels below K."""
-    top = int(labels.max())
-    require(top < n_classes, f"{name} labels must be in 0..{n_classes - 1} (the model's outputs), got {top}")
-
-
-@torch.no_grad()
-def _require_fit(backbone: Backbone, batches: Sequence[AnyBatches | None]) -> None:
-    """Inputs that the model takes, in the first batch of each; labels below K, in all that can be looked through."""
-    for b in batches:
-        if b is None:
-            continue
-        x, y = next(b.epoch(0))
-        _require_labels(y if isinstance(b, LoaderBatches) else b.split.labels, b.stream, backbone.n_classes)
-        try:
-            with evaluation_mode(backbone):
-                backbone(x[:2])
-        except RuntimeError as error:
-            shape = ", ".join(map(str, x.shape[1:]))
-            raise InputError(f"the model cannot take {b.stream} inputs of shape (N, {shape}): {error}") from None
+    return Pixels(kind.transform.mean.float(), kind.transform.std.float())

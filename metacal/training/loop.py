@@ -206,8 +206,8 @@ def _naming_the_step(p: Progress, folder: Path | None, what: str) -> Iterator[No
         ) from None
     except InputError as error:
         where = f"after step {p.step} (epoch {p.epoch + (p.batch > 0)})" if what != "the training step" else where
-        # measures refuse numbers that are not finite; a step refuses its input
-        hint = "" if what == "the training step" else "; lower optimizer.lr"
+        # measures refuse logits that are not finite; data are refused for what they are
+        hint = "; lower optimizer.lr" if str(error).startswith("logits") else ""
         raise RunError(f"{what} {where} failed: {error}; {_kept(folder)}{hint}") from None
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import metacal
 from metacal.errors import InputError
@@ -25,7 +25,35 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+
+def loader(n: int, size: int) -> DataLoader:
+    return DataLoader(TensorDataset(*blobs(n)), batch_size=size)
+
+
+class Late(Dataset):
+    """One label out of range, which only reading shows."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return blobs(60)[0][i], 7 if i == 45 else i % 3
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(x).mean(1))
+
+
 KEYS = {"epochs": 4, "batch_size": 50, "progress": False}
+ONCE = KEYS | {"epochs": 1}
 
 
 def test_a_model_is_trained_in_place_and_reported():
@@ -137,8 +165,78 @@ def test_a_run_folder_on_request(tmp_path):
         ({"overrides": ["meta.engin=reverse"]}, "did you mean 'meta.engine'"),
         ({"overrides": ["model=resnet20"]}, "overrides cannot hold model"),
         ({"overrides": ["data.crop_padding=2"]}, "overrides cannot hold data.crop_padding"),
+        ({"model": nn.Linear(2, 1), "train": (blobs(30)[0], torch.arange(30) % 2)}, "one output .* a logit for each"),
+        (
+            {"train": (blobs(300)[0].long(), blobs(300)[1])},
+            r"inputs of shape \(N, 2\), int64: .* x.float\(\) for features",
+        ),
+        ({"model": normed(), "batch_size": 1}, "a train batch has one sample, .*Expected more than 1 .* batch_size"),
+        ({"model": normed(), "train": loader(101, 10), "meta": blobs(50), "val": blobs(50)}, "drop_last=True"),
+        ({"model": normed(), "meta": loader(101, 10)}, "a meta batch has one sample"),
+        ({"val": DataLoader(Late(), 10)}, "val labels must be in 0..2 .*, got 7 for sample 5 of batch 4"),
+        ({"meta": DataLoader(Late(), 10)}, "meta labels must be in 0..2 .*, got 7 for sample 5 of batch 4"),
     ],
 )
 def test_bad_input_is_refused_before_training(arguments, message):
     with pytest.raises(InputError, match=message):
         metacal.fit(**({"model": net(), "train": blobs(300)} | KEYS | arguments))
+
+
+def test_a_late_label_of_a_loader_stops_the_training_with_its_place():
+    model = net()
+    data = {"meta": blobs(60), "val": blobs(60)}
+    with pytest.raises(InputError, match=r"train labels must be in 0..2 .*, got 7 for sample 5 of batch 4"):
+        metacal.fit(model, DataLoader(Late(), 10), **data, **ONCE)
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("sampler", [[[0, 1, 2], [3], [4, 5]]])
+def test_a_batch_of_one_that_nobody_could_foresee(sampler):
+    batches = DataLoader(TensorDataset(*blobs(60)), batch_sampler=sampler)
+    with pytest.raises(InputError, match="batch 1 of the train DataLoader has 1 sample, and the model needs 2"):
+        metacal.fit(normed(), batches, meta=blobs(60), val=blobs(60), **ONCE)
+
+
+@pytest.mark.parametrize("method", ["metacal", "gamma_net", "cross_entropy"])
+def test_models_in_float64_and_batches_of_one_without_batch_statistics(method):
+    x, y = blobs(61)
+    result = metacal.fit(net().double(), loader(61, 10), (x, y), (x.numpy(), y.numpy()), method, **ONCE)
+    assert result.predict_proba(x).dtype == torch.float64
+    assert result.evaluate((x.half(), y), resamples=0).to_dict()["accuracy"] > 0.3
+
+
+def test_tokens():
+    x, y = torch.randint(20, (120, 5), generator=torch.Generator().manual_seed(0)), torch.arange(120) % 3
+    result = metacal.fit(Words(), (x, y), **ONCE)
+    assert torch.equal(result.predict_proba(x.int()), result.predict_proba(x))
+    with pytest.raises(InputError, match=r"the model cannot take train inputs of shape \(N, 5\), int64: index out of"):
+        metacal.fit(Words(), (x + 10, y), **ONCE)
+
+
+def test_classes_that_do_not_occur_or_only_once():
+    x, y = blobs(200)
+    y = 2 * y  # 0, 2, 4 of seven
+    y[17] = 5
+    torch.manual_seed(0)
+    result = metacal.fit(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 7)), (x, y), **ONCE)
+    assert result.evaluate((x, y), resamples=0).to_dict()["accuracy"] > 0.3
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01), np.float32(0.01)])
+def test_settings_of_an_optimizer_may_be_tensors_and_come_back(lr, tmp_path):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=np.float64(1e-4))
+    numbers = {
+        "epochs": np.int64(2),
+        "batch_size": torch.tensor(50),
+        "seed": np.int32(1),
+        "device": torch.device("cpu"),
+    }
+    result = metacal.fit(model, blobs(200), optimizer=optimizer, run_dir=tmp_path / "run", progress=False, **numbers)
+    assert optimizer.param_groups[0]["lr"] is lr and "initial_lr" not in optimizer.param_groups[0]
+    other = net()
+    same = torch.optim.Adam(other.parameters(), lr=float(lr), weight_decay=1e-4)
+    again = metacal.fit(other, blobs(200), optimizer=same, progress=False, **numbers)
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert torch.equal(p, q)
+    assert [h["val/nll"] for h in again.history] == [h["val/nll"] for h in result.history]

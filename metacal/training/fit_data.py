@@ -1,0 +1,175 @@
+"""The data that somebody gives to `metacal.fit`: training, meta and validation batches, checked before training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils.data import ConcatDataset, DataLoader, Subset
+
+from metacal.config import Config
+from metacal.data import Batches, InputKind, LoaderBatches, Split, Task, as_batches, as_split
+from metacal.data.splits import stratified_draw
+from metacal.data.wrap import input_kind, loader_batches
+from metacal.errors import InputError, require
+from metacal.models import Backbone
+from metacal.modes import evaluation_mode
+from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, needs_meta, size_of_batches
+
+__all__ = ["FitData", "evaluation_data", "prepare_fit"]
+
+
+@dataclass(frozen=True)
+class FitData:
+    """Batches for a training, and what has to be known of its inputs and labels afterwards."""
+
+    train: AnyBatches
+    meta: AnyBatches | None  # None for methods that need none
+    val: AnyBatches
+    kind: InputKind
+    task: Task
+
+
+def prepare_fit(config: Config, backbone: Backbone, train: Any, meta: Any, val: Any) -> FitData:
+    """The batches of `metacal.fit`, whose docstring says what the data may be, on the backbone's device.
+
+    Raises:
+        InputError: for data that the model cannot be trained on, as far as that can be known without training.
+    """
+    require(
+        backbone.n_classes > 1,
+        f"the model has one output ({backbone.head_name}), and metacal needs a logit for each class: give it two, "
+        "torch.nn.Linear(…, 2); softmax of (0, z) is the sigmoid of z",
+    )
+    first = next(backbone.parameters())
+    task = Task(backbone.n_classes, first.dtype)
+    batches = _batches(config, train, meta, val, first.device, task)
+    for b in (batches.train, batches.meta, batches.val):
+        if b is not None:
+            _check(backbone, b, read_all=b is not batches.train)
+    return batches
+
+
+def evaluation_data(data: Any, name: str, device: torch.device, kind: InputKind, task: Task) -> AnyBatches:
+    """All samples of `data` once, in order, as a model that was trained on `kind` takes them."""
+    return as_batches(data, 1024, stream=name, shuffle=False, augment=False, device=device, like=kind, task=task)
+
+
+def _batches(config: Config, train: Any, meta: Any, val: Any, device: torch.device, task: Task) -> FitData:
+    learns = needs_meta(config)
+    seed = config.seed
+    if isinstance(train, DataLoader):
+        missing = [name for name, data in (("meta", meta if learns else train), ("val", val)) if data is None]
+        require(
+            not missing,
+            f"{' and '.join(missing)} must be given when train is a DataLoader: nothing can be set aside from it",
+        )
+        train_batches: AnyBatches
+        train_batches, kind = loader_batches(train, seed, device, task)
+    else:
+        split = as_split(train, "train", device, task=task)
+        task = replace(task, class_names=split.class_names)
+        kind = input_kind(split)
+        if val is None:
+            val, split = _set_aside(split, "val", seed)
+        if learns and meta is None:
+            meta, split = _set_aside(split, "meta", seed)
+        elif not learns and meta is not None and not isinstance(meta, DataLoader):
+            split = _joined(split, as_split(meta, "meta", device, kind, task=task))
+        size, shuffle = size_of_batches(config, split)
+        train_batches = Batches(split, size, seed, "train", shuffle=shuffle)
+    meta_batches = None
+    if learns:
+        meta_size = config.data.meta_batch_size or META_BATCH_LIMIT  # never more than there are
+        meta_batches = as_batches(meta, meta_size, seed, "meta", device=device, like=kind, task=task)
+    return FitData(train_batches, meta_batches, evaluation_data(val, "val", device, kind, task), kind, task)
+
+
+def _set_aside(split: Split, name: str, seed: int) -> tuple[Split, Split]:
+    """A stratified tenth of `split` and the rest, which keeps classes of one sample to itself."""
+    classes, index, counts = np.unique(split.labels.cpu().numpy(), return_inverse=True, return_counts=True)
+    divided = counts > 1
+    candidates = np.flatnonzero(divided[index])
+    require(len(candidates) > 0, f"nothing can be set aside as {name}: no class of train has two samples")
+    names = [str(k) if split.class_names is None else split.class_names[k] for k in classes[divided]]
+    labels = (np.cumsum(divided) - 1)[index[candidates]]  # 0, 1, ... for the classes that occur more than once
+    rng = np.random.default_rng([seed, len(name)])
+    drawn, _ = stratified_draw(labels, max(len(names), len(index) // 10), rng, names, f"{name} (a tenth of train)")
+    drawn = candidates[drawn]
+    return _subset(split, drawn, name), _subset(split, np.setdiff1d(np.arange(len(index)), drawn), split.name)
+
+
+def _joined(a: Split, b: Split) -> Split:
+    """The samples of both, as `a` takes them."""
+    if a.in_memory != b.in_memory or a.yields_labels != b.yields_labels:
+        raise InputError("train and meta must be of one kind (both tensors, or both Datasets) to be joined")
+    storage: Any = torch.cat([a.storage, b.storage]) if a.in_memory else ConcatDataset([a.storage, b.storage])
+    return replace(a, storage=storage, labels=torch.cat([a.labels, b.labels]))
+
+
+def _subset(split: Split, index: np.ndarray, name: str) -> Split:
+    rows = torch.from_numpy(index)
+    if split.in_memory:
+        storage = split.storage[rows.to(split.device)]
+    else:
+        storage = Subset(split.storage, rows.tolist())
+    return replace(split, name=name, storage=storage, labels=split.labels[rows.to(split.device)])
+
+
+def _check(backbone: Backbone, batches: AnyBatches, read_all: bool) -> None:
+    """Labels below K, inputs that the model takes, and batches that are large enough for it.
+
+    read_all: go through all of a DataLoader for its labels, and not to its first batch only.
+    """
+    whole = read_all and isinstance(batches, LoaderBatches)
+    for number, (x, _) in enumerate(batches.epoch(0)):
+        if number == 0:
+            _check_inputs(backbone, x, batches.stream)
+            if batches.stream != "val":
+                _check_sizes(backbone, x, batches)
+        if not whole:
+            break
+
+
+@torch.no_grad()
+def _check_inputs(backbone: Backbone, x: Tensor, name: str) -> None:
+    try:
+        with evaluation_mode(backbone):
+            backbone(x[:2])
+    except InputError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        shape = ", ".join(["N", *map(str, x.shape[1:])])
+        kind = str(x.dtype).removeprefix("torch.")
+        typed = isinstance(error, RuntimeError) and not x.is_floating_point()
+        hint = "; give x.float() for features, and uint8 for images" if typed else ""
+        raise InputError(f"the model cannot take {name} inputs of shape ({shape}), {kind}: {error}{hint}") from None
+
+
+@torch.no_grad()
+def _check_sizes(backbone: Backbone, x: Tensor, batches: AnyBatches) -> None:
+    """A batch of one sample is none to a BatchNorm: refuse what makes one, or have the loader refuse it."""
+    size = batches.smallest_batch()
+    if size is not None and size > 1:
+        return
+    buffers = {name: buffer.clone() for name, buffer in backbone.named_buffers()}
+    try:
+        with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+            functional_call(backbone, buffers, (x[:1],))
+        return
+    except InputError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+    if size is None and isinstance(batches, LoaderBatches):
+        batches.least = 2
+        return
+    loader = isinstance(batches, LoaderBatches)
+    raise InputError(
+        f"a {batches.stream} batch has one sample, which the model cannot be trained on ({reason}): give "
+        + ("the DataLoader drop_last=True or another batch_size" if loader else "a larger batch_size, or more samples")
+    )

@@ -39,6 +39,8 @@ def train_command(argv: Sequence[str]) -> int:
     config = compose(words, config_file)
     for method in config.baselines:  # a typo in the last baseline must not surface after the first run
         compose(_with_method(words, method), config_file)
+    if config.progress:  # before PyTorch is imported, which can take seconds
+        print(f"metacal train: {config.method}, data {config.data.name}, model {config.model.name}", flush=True)
     if config.resume is not None:
         return _resume(config, words)
     if not config.baselines:

@@ -109,16 +109,11 @@ def _exact_math(device: torch.device) -> Iterator[None]:
         yield
 
 
-def coupling_layer(model: nn.Module, training: bool | None = None) -> tuple[str, nn.Module] | None:
-    """The first layer by which the examples of a batch depend on each other, with its name, or None.
-
-    training: in training (or evaluation) mode, whatever mode the model is in now.
-    """
+def coupling_layer(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The first layer by which the examples of a batch depend on each other now, with its name, or None."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
-            mode = module.training if training is None else training
-            if mode or module.running_mean is None:
-                return name, module
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            return name, module
     return None
 
 

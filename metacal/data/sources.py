@@ -16,6 +16,7 @@ from metacal.errors import InputError, require, require_choice
 
 __all__ = ["SOURCES", "Source", "read_source"]
 
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _MEAN_STD = {
     "cifar10": ((0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26159)),
     "cifar100": ((0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615)),
@@ -199,8 +200,6 @@ def _folder(root: Path, image_size: int | None) -> Source:
 
 def _class_files(root: Path, part: Path, class_of: dict[str, int]) -> tuple[list[str], list[int]]:
     """Paths relative to `root`, sorted, with labels; by an annotations file (Tiny-ImageNet's) or by class folder."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
     pairs: list[tuple[str, int]] = []
     annotations = part / f"{part.name}_annotations.txt"
     if annotations.is_file():
@@ -218,7 +217,7 @@ def _class_files(root: Path, part: Path, class_of: dict[str, int]) -> tuple[list
     for d in folders:
         require(d.name in class_of, f"{d} is no class of the training folder, which has {len(class_of)} classes")
         for f in sorted(d.rglob("*")):
-            if f.suffix.lower() in IMG_EXTENSIONS and f.is_file():
+            if f.suffix.lower() in _IMAGE_SUFFIXES and f.is_file():
                 pairs.append((str(f.relative_to(root)), class_of[d.name]))
     return [p for p, _ in pairs], [k for _, k in pairs]
 

@@ -6,7 +6,6 @@ import difflib
 from typing import Any
 
 import torch
-import torchvision.models
 from torch import nn
 
 from metacal.errors import InputError, require
@@ -34,6 +33,8 @@ def torchvision_net(name: str, n_classes: int, input_shape: tuple[int, ...], *, 
 
     Raises `InputError` for an unknown name, and for images that the model cannot take.
     """
+    import torchvision.models  # over a second to import
+
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3)

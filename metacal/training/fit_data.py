@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from metacal.config import Config
@@ -18,6 +17,7 @@ from metacal.data.wrap import input_kind, loader_batches
 from metacal.errors import InputError, require
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode
+from metacal.network import Network, Streams
 from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, needs_meta, size_of_batches
 
 __all__ = ["FitData", "evaluation_data", "prepare_fit"]
@@ -156,10 +156,9 @@ def _check_sizes(backbone: Backbone, x: Tensor, batches: AnyBatches) -> None:
     size = batches.smallest_batch()
     if size is not None and size > 1:
         return
-    buffers = {name: buffer.clone() for name, buffer in backbone.named_buffers()}
     try:
-        with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
-            functional_call(backbone, buffers, (x[:1],))
+        with Streams.aside(x.device):
+            Network(backbone).aside(x[:1])
         return
     except InputError:
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -226,14 +227,13 @@ def versions() -> dict[str, str]:
     """Versions and git state that a number of this run depends on."""
     import numpy
     import torch
-    import torchvision
 
     import metacal
 
     found = {
         "metacal": metacal.__version__,
         "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
+        "torchvision": importlib.metadata.version("torchvision"),  # importing it takes over a second
         "numpy": numpy.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),

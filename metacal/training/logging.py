@@ -8,11 +8,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -20,6 +19,9 @@ from metacal.compose import to_yaml
 from metacal.config import Config
 from metacal.errors import RunError
 from metacal.training import dashboards
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["FIGURE_SHARE", "ConsoleLog", "RunLog"]
 

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from metacal.bilevel import NonFiniteError
@@ -27,6 +26,9 @@ from metacal.training.logging import FIGURE_SHARE, ConsoleLog, RunLog
 from metacal.training.monitors import State, Watch
 from metacal.training.running import RunningMeasures
 from metacal.training.setup import Parts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["Progress", "train"]
 

@@ -5,7 +5,9 @@ the values are returned in that precision, so a mean over the batch does not sat
 Labels are class indices in 0..K-1. What a loss takes beside them, a gamma or a smoothing, is a number, a 0-d tensor
 or one value per sample `(N,)`; as a tensor it is differentiated like any input: detach it where it is to be a constant.
 Numbers out of range raise `InputError`; the entries of a tensor are not read, since that would wait for the device.
-Value, gradient and mixed derivative (in the logits and such a tensor) are finite for every finite logit gap.
+Value, gradient and mixed derivative (in the logits and such a tensor) are finite for every finite logit gap, but for
+the square in `mse`. A logit of -inf rules its class out: p = 0, and it takes no part; the loss is inf where that class
+is the label, or where smoothing asks for some of it.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor
     """
     log_p = _log_probability(_checked(logits, labels), labels)
     gamma = _per_sample("gamma", gamma, log_p)
-    return -(_miss(log_p) ** gamma) * log_p
+    return _modulated(log_p, lambda log_p: _miss(log_p) ** gamma)
 
 
 def dual_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
@@ -67,18 +69,18 @@ def dual_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> T
     below = torch.where(logits < logits.gather(-1, index), log_p.exp(), 0.0).amax(dim=-1)
     log_p = log_p.gather(-1, index).squeeze(-1)
     gamma = _per_sample("gamma", gamma, log_p)
-    return -(torch.clamp(below - torch.expm1(log_p), min=PROBABILITY_FLOOR) ** gamma) * log_p
+    return _modulated(log_p, lambda log_p: torch.clamp(below - torch.expm1(log_p), min=PROBABILITY_FLOOR) ** gamma)
 
 
 def inverse_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
     """Inverse focal loss -(1 + p_y)^gamma log p_y (Wang et al. 2021). Shapes `(N, K)`, `(N,)`, gamma >= 0 -> `(N,)`.
 
     Weighs samples up where the focal loss weighs them down: for networks that are to be scaled afterwards, or that are
-    underconfident.
+    underconfident. The weight (1 + p_y)^gamma ends at e^80, about 2^115, beyond which float32 would overflow.
     """
     log_p = _log_probability(_checked(logits, labels), labels)
     gamma = _per_sample("gamma", gamma, log_p)
-    return -((1 + log_p.exp()) ** gamma) * log_p
+    return _modulated(log_p, lambda log_p: _raised(log_p, gamma))
 
 
 def adafocal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
@@ -94,8 +96,9 @@ def adafocal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Ten
         return focal(logits, labels, gamma) if gamma >= 0 else inverse_focal(logits, labels, -gamma)
     log_p = _log_probability(_checked(logits, labels), labels)
     gamma = _entries("gamma", gamma, log_p)
-    base = torch.where(gamma < 0, 1 + log_p.exp(), _miss(log_p))
-    return -(base ** torch.where(gamma < 0, -gamma, gamma)) * log_p
+    up = gamma < 0
+    above, below = torch.where(up, -gamma, 0.0), torch.where(up, 0.0, gamma)
+    return _modulated(log_p, lambda log_p: torch.where(up, _raised(log_p, above), _miss(log_p) ** below))
 
 
 def label_smoothing(logits: Tensor, labels: Tensor, smoothing: float | Tensor = 0.05) -> Tensor:
@@ -107,7 +110,7 @@ def label_smoothing(logits: Tensor, labels: Tensor, smoothing: float | Tensor = 
     log_p = F.log_softmax(_checked(logits, labels), dim=-1)
     true = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     smoothing = _per_sample("smoothing", smoothing, true, high=1.0)
-    return -(1 - smoothing) * true - smoothing * log_p.mean(dim=-1)
+    return -_times(1 - smoothing, true) - _times(smoothing, log_p.mean(dim=-1))
 
 
 def confidence_penalty(logits: Tensor, labels: Tensor, beta: float = 0.1) -> Tensor:
@@ -118,7 +121,9 @@ def confidence_penalty(logits: Tensor, labels: Tensor, beta: float = 0.1) -> Ten
     require(0 <= beta < math.inf, f"beta must be >= 0, got {beta}")
     log_p = F.log_softmax(_checked(logits, labels), dim=-1)
     true = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return -true + beta * (log_p.exp() * log_p).sum(dim=-1)
+    # p log p tends to 0 with p: a class that is ruled out has no share, and no 0 · inf.
+    ruled_out = log_p == -math.inf
+    return -true + beta * (log_p.exp() * log_p.masked_fill(ruled_out, 0.0)).sum(dim=-1)
 
 
 def brier(logits: Tensor, labels: Tensor) -> Tensor:
@@ -172,6 +177,29 @@ def _log_probability(logits: Tensor, labels: Tensor) -> Tensor:
 def _miss(log_p: Tensor) -> Tensor:
     """1 - p from log p, at least `PROBABILITY_FLOOR`."""
     return torch.clamp(-torch.expm1(log_p), min=PROBABILITY_FLOOR)
+
+
+def _modulated(log_p: Tensor, weight: Callable[[Tensor], Tensor]) -> Tensor:
+    """-w log p, with the weight as a function of log p.
+
+    The weight is 1 at p = 0 for all of the family, so that the loss and its gradient are cross-entropy's there, where
+    w' log p would be 0 · inf.
+    """
+    impossible = log_p == -math.inf
+    possible = log_p.masked_fill(impossible, 0.0)
+    return -torch.where(impossible, log_p, weight(possible) * possible)
+
+
+def _raised(log_p: Tensor, gamma: float | Tensor) -> Tensor:
+    """(1 + p)^gamma from log p, at most e^80: gamma log(1 + p) is what overflows when raised."""
+    return torch.exp(torch.clamp(gamma * torch.log1p(log_p.exp()), max=80.0))
+
+
+def _times(weight: float | Tensor, log_p: Tensor) -> Tensor:
+    """weight · log p, which is 0 where the weight is 0, also for log p = -inf."""
+    if not isinstance(weight, Tensor):
+        return weight * log_p if weight else torch.zeros_like(log_p)
+    return weight * torch.where((weight == 0) & (log_p == -math.inf), 0.0, log_p)
 
 
 def _per_sample(name: str, value: float | Tensor, like: Tensor, high: float = math.inf) -> float | Tensor:

@@ -73,10 +73,11 @@ class Predictions:
             top, correct[rows] = _top(z, _columns(z), label)
             if not bool(torch.isfinite(top).all()):
                 _raise_bad_logits(z, rows.start)
-            wide = z.double()
-            lse = torch.logsumexp(wide, 1)
-            confidence[rows] = (top.double() - lse).exp_()
-            log_likelihood[rows] = wide.gather(1, label[:, None]).squeeze(1) - lse
+            # Less the row's maximum first: beside a logit of 1e17, log K is lost in rounding.
+            below = z.double() - top.double()[:, None]
+            lse = torch.logsumexp(below, 1)
+            confidence[rows] = (-lse).exp_()
+            log_likelihood[rows] = below.gather(1, label[:, None]).squeeze(1) - lse
         return cls(y, confidence, correct, logits=scores, _log_likelihood=log_likelihood)
 
     @classmethod
@@ -319,5 +320,5 @@ def _raise_bad_probabilities(p: Tensor, start: int, tolerance: float) -> None:
         what = f"a sum of {float(total[row]):.6g}"
     raise InputError(
         f"probs must have rows >= 0 that sum to 1 (within {tolerance:g}), got {what} in row {start + row};"
-        " logits go to from_logits"
+        " logits go to from_logits, as in metacal.Predictions.from_logits(logits, labels)"
     )

@@ -32,6 +32,7 @@ from metacal.calibration.scaling import (
     MatrixScaling,
     TemperatureScaling,
     VectorScaling,
+    scale_by,
 )
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "nll",
     "overconfidence",
     "reliability_bins",
+    "scale_by",
     "sece",
     "skce",
     "smooth_ece",

@@ -3,8 +3,9 @@ trained on.
 
     scaled = TemperatureScaling().fit(validation).apply(test)
 
-`fit(p)` returns the object itself with `report` (samples of the fit, NLL and ECE of that split before and
-after); `apply(p)` returns new Predictions. Which maps keep the predicted class:
+`fit(p)` returns the object itself with `report` (samples of the fit and how many of them are wrong, NLL and ECE of
+that split before and after), and warns where fewer than 10 are wrong; `apply(p)` returns new Predictions. Which maps
+keep the predicted class:
 
     TemperatureScaling    keeps it, always
     VectorScaling         may change it
@@ -14,24 +15,25 @@ after); `apply(p)` returns new Predictions. Which maps keep the predicted class:
 
 The first three take logits; of Predictions made from probabilities they take log p, which is a logit up to
 a constant per row.
+
+A split may be too small for a map. So the last four begin with temperature scaling, itself shrunk (see there), and
+depart from it by as much as the split gives evidence for: parameters have a prior, and the share of a bin or level
+counts the temperature-scaled probability as 50 predictions more. As N grows all that vanishes. `shrink=False` is the
+textbook's map, without temperature scaling before it and without a prior.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from metacal.calibration import binning
-from metacal.calibration.measures import ece, nll
+from metacal.calibration.temperature import FitReport, Scaling, TemperatureScaling, logits_of, scale_by
 from metacal.errors import require
 from metacal.predictions import Predictions
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "FitReport",
@@ -40,237 +42,255 @@ __all__ = [
     "MatrixScaling",
     "TemperatureScaling",
     "VectorScaling",
+    "scale_by",
 ]
 
-_TINY = 1e-30  # a probability of exactly 0 gets the logit -69
+# The scales of the priors, which are Student's with 3 degrees of freedom as that of log T: of a weight's departure from
+# the identity (on scores already divided by T), of one off the diagonal times √(K - 1), and of a bias in nats.
+_WEIGHT_SCALE, _OFF_DIAGONAL_SCALE, _BIAS_SCALE = 0.1, 0.05, 0.2
+_PSEUDO_COUNT = 50  # predictions that the temperature-scaled probability counts for, in every bin or level
+_LEAST_LOGIT = -1e4  # below the row's largest, of a class that is ruled out: 0 · inf would spoil the row
 
 
-class FitReport(NamedTuple):
-    """What a fit did on its own split: N, and NLL (nats) and ECE (15 bins) before and after."""
+class _AfterTemperature(Scaling):
+    """A map that starts from temperature scaling, `before`, or from the predictions themselves without `shrink`."""
 
-    n: int
-    nll_before: float
-    nll_after: float
-    ece_before: float
-    ece_after: float
-
-
-class _Scaling:
-    """What the five maps share: a fit that reports, and a refusal to apply before it."""
-
-    report: FitReport | None = None
-    _n_classes: int | None = None
-
-    def fit(self, p: Predictions) -> Self:
-        """Fit on `p`; returns self. Refitting starts afresh."""
-        self._n_classes = p.n_classes
-        self._fit(p)
-        after = self._map(p)
-        self.report = FitReport(len(p), nll(p), nll(after), ece(p), ece(after))
-        return self
-
-    def apply(self, p: Predictions) -> Predictions:
-        """The predictions with mapped scores, same labels. Raises InputError before `fit` or for another K."""
-        name = type(self).__name__
-        require(self._n_classes is not None, f"{name} must be fitted before it is applied")
-        require(
-            p.n_classes == self._n_classes, f"p must have the {self._n_classes} classes of the fit, got {p.n_classes}"
-        )
-        return self._map(p)
+    def __init__(self, shrink: bool) -> None:
+        self.shrink = shrink
+        self.before = TemperatureScaling()
 
     def _fit(self, p: Predictions) -> None:
-        raise NotImplementedError
+        self.before = TemperatureScaling()
+        if self.shrink:
+            self.before._fit(p)
+        self._fit_after(p)
 
-    def _map(self, p: Predictions) -> Predictions:
+    def _fit_after(self, p: Predictions) -> None:
+        """Fit what comes after `before`; `p` is as it was given."""
         raise NotImplementedError
 
 
-class TemperatureScaling(_Scaling):
-    """softmax(z / T) with the T in [0.01, 100] that minimises the NLL of the fit split. Guo et al. 2017.
-
-    In β = 1/T the NLL is convex with derivative mean_i (E_p[z] - z_y), so its root is bracketed and found by
-    Newton steps that fall back on bisection of log β, in float64. T = 1 is kept unless the NLL falls. On a split
-    without errors the NLL falls without end, and T is 0.01.
-
-    Attributes:
-        temperature: T; 1.0 before a fit.
-        report: see `FitReport`.
-    """
-
-    def __init__(self) -> None:
-        self.temperature = 1.0
-
-    def _fit(self, p: Predictions) -> None:
-        z = _logits(p)
-        self.temperature = 1.0
-        before = _nll_slopes(z, p.labels, 1.0)[0]
-        beta = _decreasing_root(lambda b: _nll_slopes(z, p.labels, b)[1:], 1e-2, 1e2)
-        if _nll_slopes(z, p.labels, beta)[0] < before:
-            self.temperature = min(100.0, max(0.01, 1 / beta))
-
-    def _map(self, p: Predictions) -> Predictions:
-        if self.temperature == 1.0:
-            return p
-        return Predictions.from_logits(_logits(p) / self.temperature, p.labels)
-
-
-class VectorScaling(_Scaling):
-    """softmax(w ∘ z + b), w and b (K,), by the NLL plus `penalty` (mean (w - 1)² + mean b²). Guo et al.
+class VectorScaling(_AfterTemperature):
+    """softmax(w ∘ z / T + b), w and b (K,), by the NLL plus `penalty` (mean (w - 1)² + mean b²). Guo et al.
     2017.
 
-    The problem is convex and solved in float64 by L-BFGS from the identity, which is kept unless the NLL
-    falls.
+    T is that of `TemperatureScaling`, and priors draw w to 1 (scale 0.1) and b to 0 (0.2 nats). Solved in float64 by
+    L-BFGS from w = 1, b = 0, which are kept unless the NLL falls; convex but for the priors.
+
+    Args:
+        penalty: as above, for any N.
+        shrink: False: T = 1 and no priors.
 
     Attributes:
+        before: the temperature scaling.
         weight, bias: w and b, float64 (K,); `report`: see `FitReport`.
     """
 
-    def __init__(self, penalty: float = 1e-4) -> None:
+    def __init__(self, penalty: float = 1e-4, shrink: bool = True) -> None:
         require(penalty >= 0, f"penalty must be >= 0, got {penalty}")
+        super().__init__(shrink)
         self.penalty = penalty
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
-    def _fit(self, p: Predictions) -> None:
-        z = _finite_logits(p)
+    def _fit_after(self, p: Predictions) -> None:
+        z = self._scaled(p)
         start = torch.stack([z.new_ones(p.n_classes), z.new_zeros(p.n_classes)])
 
         def scores(parameters: Tensor) -> Tensor:
             return z * parameters[0] + parameters[1]
 
         def penalty(parameters: Tensor) -> Tensor:
-            return self.penalty * (parameters - start).square().sum() / p.n_classes
+            change = parameters - start
+            total = self.penalty * change.square().sum() / p.n_classes
+            if self.shrink:
+                prior = _minus_log_prior(change[0] / _WEIGHT_SCALE) + _minus_log_prior(change[1] / _BIAS_SCALE)
+                total = total + prior.sum() / len(p)
+            return total
 
         self.weight, self.bias = _minimise_nll(scores, penalty, start, p.labels)
 
     def _map(self, p: Predictions) -> Predictions:
         assert self.weight is not None and self.bias is not None
-        z = _finite_logits(p)
+        z = self._scaled(p)
         return Predictions.from_logits(z * self.weight.to(z.device) + self.bias.to(z.device), p.labels)
 
+    def _scaled(self, p: Predictions) -> Tensor:
+        """z / T in float64; a class that is ruled out at 10^4 below the row's largest, and none beyond ±10^30.
 
-class MatrixScaling(_Scaling):
-    """Dirichlet calibration softmax(W log p + b), W (K, K), b (K,), regularised off the diagonal and on the
-    intercept.
+        Not `scale_by`, which shifts rows: w ∘ z depends on what is added to a row.
+        """
+        z = logits_of(p).double().clamp(-1e30, 1e30) / self.before.temperature
+        return torch.where(logits_of(p) == -torch.inf, z.amax(1, keepdim=True) + _LEAST_LOGIT, z)
+
+
+class MatrixScaling(_AfterTemperature):
+    """Dirichlet calibration softmax(W log p + b), p after temperature scaling, W (K, K), b (K,), regularised off the
+    diagonal and on the intercept.
 
     Minimises NLL + `off_diagonal` Σ_{i≠j} W_ij² / (K (K - 1)) + `intercept` Σ b² / K: ODIR of Kull et al.
-    2019 (arXiv 1910.12656). The problem is convex and solved in float64 by L-BFGS from the identity, which
-    is kept unless the NLL falls. Needs more than K samples a class to be of use; choose the weights by NLL
-    on data that the fit has not seen.
+    2019 (arXiv 1910.12656), under priors that draw W to the identity (scale 0.1, off the diagonal 0.05 / √(K - 1)) and
+    b to 0 (0.2 nats). Solved in float64 by L-BFGS from the identity, which is kept unless the NLL falls; convex but
+    for the priors. Needs more than K samples a class to be of use; choose the weights by NLL on data that the fit has
+    not seen.
+
+    Args:
+        off_diagonal, intercept: as above, for any N.
+        shrink: False: no temperature scaling before, and no priors.
 
     Attributes:
+        before: the temperature scaling.
         weight, bias: W and b, float64; `report`: see `FitReport`.
     """
 
-    def __init__(self, off_diagonal: float = 1e-2, intercept: float = 1e-2) -> None:
+    def __init__(self, off_diagonal: float = 1e-2, intercept: float = 1e-2, shrink: bool = True) -> None:
         for name, value in (("off_diagonal", off_diagonal), ("intercept", intercept)):
             require(value >= 0, f"{name} must be >= 0, got {value}")
+        super().__init__(shrink)
         self.off_diagonal, self.intercept = off_diagonal, intercept
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
-    def _fit(self, p: Predictions) -> None:
+    def _fit_after(self, p: Predictions) -> None:
         k = p.n_classes
-        log_p = torch.log_softmax(_finite_logits(p), 1)
+        log_p = _log_probabilities(self.before._map(p))
         eye = torch.eye(k, dtype=torch.float64, device=p.device)
+        start = torch.cat([eye, eye.new_zeros(1, k)])
+        scale = torch.full_like(start, _OFF_DIAGONAL_SCALE / (k - 1) ** 0.5)
+        scale[:k].fill_diagonal_(_WEIGHT_SCALE)
+        scale[k] = _BIAS_SCALE
 
         def scores(parameters: Tensor) -> Tensor:
             return log_p @ parameters[:k].t() + parameters[k]
 
         def penalty(parameters: Tensor) -> Tensor:
             off = (parameters[:k] * (1 - eye)).square().sum() / (k * (k - 1))
-            return self.off_diagonal * off + self.intercept * parameters[k].square().sum() / k
+            total = self.off_diagonal * off + self.intercept * parameters[k].square().sum() / k
+            if self.shrink:
+                total = total + _minus_log_prior((parameters - start) / scale).sum() / len(p)
+            return total
 
-        fitted = _minimise_nll(scores, penalty, torch.cat([eye, eye.new_zeros(1, k)]), p.labels)
+        fitted = _minimise_nll(scores, penalty, start, p.labels)
         self.weight, self.bias = fitted[:k], fitted[k]
 
     def _map(self, p: Predictions) -> Predictions:
         assert self.weight is not None and self.bias is not None
-        log_p = torch.log_softmax(_finite_logits(p), 1)
+        log_p = _log_probabilities(self.before._map(p))
         scores = log_p @ self.weight.to(log_p.device).t() + self.bias.to(log_p.device)
         return Predictions.from_logits(scores, p.labels)
 
 
-class HistogramBinning(_Scaling):
+class HistogramBinning(_AfterTemperature):
     """One versus rest: p_k is replaced by class k's share among the fit's samples in the same bin of p_k;
     rows normalised.
 
-    Zadrozny & Elkan 2001. Equal-width bins; a bin without samples of the fit leaves p_k as it is, and so
-    does a row of which nothing is left. Predictions take few distinct values: the ranking by confidence
-    suffers, and NLL is inf where a label's share was 0.
+    Zadrozny & Elkan 2001. Equal-width bins of temperature-scaled probabilities. Of a bin with n samples of the fit,
+    h of them of the class, the share is (h + 50 p_k) / (n + 50), so that a bin without samples leaves p_k as it is,
+    and no share is 0 that p_k is not. A row of which nothing is left keeps its probabilities.
+
+    Args:
+        n_bins: M.
+        shrink: False: h / n of unscaled probabilities. Predictions then take few distinct values: the ranking by
+            confidence suffers, and NLL is inf where a label's share is 0.
 
     Attributes:
-        shares: float64 (M, K), NaN where the fit had no sample; `report`: see `FitReport`.
+        before: the temperature scaling.
+        shares: h / n, float64 (M, K), NaN where the fit had no sample; `counts`: n, float64 (M, K).
+        report: see `FitReport`.
     """
 
-    def __init__(self, n_bins: int = 15) -> None:
+    def __init__(self, n_bins: int = 15, shrink: bool = True) -> None:
         binning.check_bins(n_bins)
+        super().__init__(shrink)
         self.n_bins = n_bins
         self.shares: Tensor | None = None
+        self.counts: Tensor | None = None
 
-    def _fit(self, p: Predictions) -> None:
-        k, m = p.n_classes, self.n_bins
+    def _fit_after(self, p: Predictions) -> None:
+        p, k, m = self.before._map(p), p.n_classes, self.n_bins
         column = torch.arange(k, device=p.device)
         count = torch.zeros(m * k, dtype=torch.int64, device=p.device)
         for _, probs in p.chunks():
             cells = binning.bin_index(probs, m) * k + column
             count += torch.bincount(cells.reshape(-1), minlength=m * k)
         _, hits = binning.class_sums(p, m)
-        self.shares = hits.double() / count.view(m, k).cpu()
+        self.counts = count.view(m, k).double().cpu()
+        self.shares = hits.double() / self.counts
 
     def _map(self, p: Predictions) -> Predictions:
-        assert self.shares is not None
-        shares, column = self.shares.to(p.device), torch.arange(p.n_classes, device=p.device)
+        assert self.shares is not None and self.counts is not None
+        shares, counts = self.shares.to(p.device), self.counts.to(p.device)
+        column = torch.arange(p.n_classes, device=p.device)
 
         def mapped(probs: Tensor) -> Tensor:
-            found = shares[binning.bin_index(probs, self.n_bins), column]
-            return torch.where(found.isnan(), probs, found)
+            cell = binning.bin_index(probs, self.n_bins), column
+            share = torch.where(shares[cell].isnan(), probs, shares[cell])
+            return _towards(probs, share, counts[cell]) if self.shrink else share
 
-        return _one_versus_rest(p, mapped)
+        return _one_versus_rest(self.before._map(p), mapped)
 
 
-class IsotonicScaling(_Scaling):
+class IsotonicScaling(_AfterTemperature):
     """One versus rest: an increasing step function of p_k per class, by scikit-learn's IsotonicRegression;
     rows normalised.
 
-    Zadrozny & Elkan 2002. A row of which nothing is left keeps its probabilities. NLL is inf where a
-    label's step is 0.
+    Zadrozny & Elkan 2002. With L distinct levels of the step function f fitted to N temperature-scaled predictions,
+    n = N / L to a level on average, p_k becomes (n f(p_k) + 50 p_k) / (n + 50), which increases as f does. A row of
+    which nothing is left keeps its probabilities.
+
+    Args:
+        shrink: False: f(p_k) of unscaled probabilities. NLL is then inf where a label's step is 0.
 
     Attributes:
-        functions: the K fitted regressions; `report`: see `FitReport`.
+        before: the temperature scaling.
+        functions: the K fitted regressions; `counts`: n of each, float64 (K,); `report`: see `FitReport`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shrink: bool = True) -> None:
+        super().__init__(shrink)
         self.functions: list[Callable[[np.ndarray], np.ndarray]] = []
+        self.counts: Tensor | None = None
 
-    def _fit(self, p: Predictions) -> None:
+    def _fit_after(self, p: Predictions) -> None:
         from sklearn.isotonic import IsotonicRegression
 
+        p = self.before._map(p)
         probs, labels = p.probs.double().cpu().numpy(), p.labels.cpu().numpy()
-        self.functions = []
+        self.functions, counts = [], []
         for k in range(p.n_classes):
             regression = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip")
-            regression.fit(probs[:, k], (labels == k).astype(np.float64))
+            levels = regression.fit_transform(probs[:, k], (labels == k).astype(np.float64))
             self.functions.append(regression.predict)
+            counts.append(len(p) / len(np.unique(levels)))
+        self.counts = torch.tensor(counts, dtype=torch.float64)
 
     def _map(self, p: Predictions) -> Predictions:
+        assert self.counts is not None
+        counts = self.counts.to(p.device)
+
         def mapped(probs: Tensor) -> Tensor:
             columns = probs.cpu().numpy().T
-            out = np.stack([f(column) for f, column in zip(self.functions, columns, strict=True)], 1)
-            return torch.from_numpy(out).to(probs.device)
+            steps = np.stack([f(column) for f, column in zip(self.functions, columns, strict=True)], 1)
+            share = torch.from_numpy(steps).to(probs.device)
+            return _towards(probs, share, counts) if self.shrink else share
 
-        return _one_versus_rest(p, mapped)
-
-
-def _logits(p: Predictions) -> Tensor:
-    return p.probs.clamp(min=_TINY).log() if p.logits is None else p.logits
+        return _one_versus_rest(self.before._map(p), mapped)
 
 
-def _finite_logits(p: Predictions) -> Tensor:
-    """Logits in float64; that of a class ruled out is finite, since 0 · inf or a sign change would spoil
-    the row.
-    """
-    return torch.nan_to_num(_logits(p).double(), neginf=-1e4)
+def _towards(probs: Tensor, share: Tensor, count: Tensor) -> Tensor:
+    """A share of `count` predictions and the probability, as a share of 50 more, together."""
+    return (count * share + _PSEUDO_COUNT * probs) / (count + _PSEUDO_COUNT)
+
+
+def _minus_log_prior(x: Tensor) -> Tensor:
+    """Of Student's t with 3 degrees of freedom, 0 at 0."""
+    return 2 * torch.log1p(x.square() / 3)
+
+
+def _log_probabilities(p: Predictions) -> Tensor:
+    """log p in float64, at least -10^4."""
+    z = logits_of(p).double()
+    return torch.log_softmax(z - z.amax(1, keepdim=True), 1).clamp(min=_LEAST_LOGIT)
 
 
 def _one_versus_rest(p: Predictions, mapped: Callable[[Tensor], Tensor]) -> Predictions:
@@ -281,49 +301,6 @@ def _one_versus_rest(p: Predictions, mapped: Callable[[Tensor], Tensor]) -> Pred
         total = new.sum(1, keepdim=True)
         out[rows] = torch.where(total > 0, new / total, probs)
     return Predictions.from_probabilities(out, p.labels)
-
-
-def _nll_slopes(z: Tensor, labels: Tensor, beta: float) -> tuple[float, float, float]:
-    """Mean NLL of softmax(β z), its derivative in β, mean (E_p[z] - z_y), and the second one, mean
-    Var_p[z]; float64.
-    """
-    total = torch.zeros(3, dtype=torch.float64, device=z.device)
-    step = max(1, (1 << 20) // z.shape[1])
-    for start in range(0, len(z), step):
-        part = z[start : start + step].double()
-        y = labels[start : start + step, None]
-        # Differences to the row's maximum are finite where a class is ruled out, once 0 · inf is kept out.
-        part = (part - part.amax(1, keepdim=True)).clamp(min=-1e30)
-        log_p = torch.log_softmax(beta * part, 1)
-        p = log_p.exp()
-        mean = (p * part).sum(1)
-        variance = (p * (part - mean[:, None]).square()).sum(1)
-        total[0] -= log_p.gather(1, y).sum()
-        total[1] += (mean - part.gather(1, y).squeeze(1)).sum()
-        total[2] += variance.sum()
-    value, slope, curvature = (total / len(z)).tolist()
-    return value, slope, curvature
-
-
-def _decreasing_root(slopes: Callable[[float], tuple[float, float]], low: float, high: float) -> float:
-    """Where a convex function's slope vanishes on [low, high], or the end towards which it falls."""
-    if slopes(low)[0] >= 0:
-        return low
-    if slopes(high)[0] <= 0:
-        return high
-    x = 1.0
-    for _ in range(100):
-        slope, curvature = slopes(x)
-        if slope > 0:
-            high = x
-        else:
-            low = x
-        step = x - slope / curvature if curvature > 0 else -1.0
-        new = step if low < step < high else (low * high) ** 0.5
-        if abs(new - x) <= 1e-12 * x:
-            return new
-        x = new
-    return x
 
 
 def _minimise_nll(
@@ -351,8 +328,8 @@ def _minimise_nll(
 
     with torch.enable_grad():
         optimizer.step(closure)
-    found = parameters.detach()
+    fitted = parameters.detach()
     with torch.no_grad():
-        after = float(torch.nn.functional.cross_entropy(scores(found), labels))
+        after = float(torch.nn.functional.cross_entropy(scores(fitted), labels))
         before = float(torch.nn.functional.cross_entropy(scores(start), labels))
-    return found if after < before else start
+    return fitted if after < before else start

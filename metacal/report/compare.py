@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from metacal.calibration import MEASURES, TemperatureScaling
+from metacal.calibration import MEASURES, scale_by
 from metacal.errors import InputError, require, require_choice
 from metacal.predictions import Predictions
 from metacal.report.comparison import Judged, RunComparison
@@ -161,9 +161,7 @@ def load_predictions(run: Run, split: str, scaling: str) -> Predictions:
         return p
     t = run.temperature
     require(t > 0 and math.isfinite(t), "its summary.json has no temperature")
-    scaled = TemperatureScaling()
-    scaled.temperature, scaled._n_classes = t, p.n_classes
-    return scaled.apply(p)
+    return scale_by(p, t)
 
 
 def _measured_runs(

@@ -52,7 +52,8 @@ class Report:
         predictions: what was measured.
         values: measure -> Interval(low, value, high).
         scaled: the same after temperature scaling; None without `val`.
-        temperature: the T that was fitted; None without `val`.
+        scaling: the temperature scaling that was fitted, with T's interval and what it rests on; None without `val`.
+        temperature: its T; None without `val`.
     """
 
     def __init__(
@@ -93,14 +94,19 @@ class Report:
         self.n_bins, self.level, self.split = n_bins, level, split
         self.values = measured(predictions)
         self.scaled: dict[str, Interval] | None = None
-        self.temperature: float | None = None
+        self.scaling: TemperatureScaling | None = None
         if val is not None:
-            scaling = TemperatureScaling().fit(val)
-            self.scaled = measured(scaling.apply(predictions))
-            self.temperature = float(scaling.temperature)
+            self.scaling = TemperatureScaling().fit(val)
+            self.scaled = measured(self.scaling.apply(predictions))
+
+    @property
+    def temperature(self) -> float | None:
+        return None if self.scaling is None else self.scaling.temperature
 
     def to_dict(self) -> dict[str, float]:
-        """Flat: `ece`, `ece_low`, `ece_high`, `ece_scaled`, `ece_scaled_low`, …, `temperature`, `n`. Fractions."""
+        """Flat: `ece`, `ece_low`, `ece_high`, `ece_scaled`, `ece_scaled_low`, …, `n`, and with `val` `temperature`,
+        `temperature_low`, `temperature_high`, `temperature_n` (of the fit) and `temperature_wrong` of these. Fractions.
+        """
         out: dict[str, float] = {"n": len(self.predictions)}
         for suffix, values in (("", self.values), ("_scaled", self.scaled or {})):
             for name, interval in values.items():
@@ -108,8 +114,10 @@ class Report:
                 if not math.isnan(interval.low):
                     out[f"{name}{suffix}_low"] = interval.low
                     out[f"{name}{suffix}_high"] = interval.high
-        if self.temperature is not None:
-            out["temperature"] = self.temperature
+        if self.scaling is not None and self.scaling.report is not None:
+            fit, (low, high) = self.scaling.report, self.scaling.interval
+            out |= {"temperature": self.scaling.temperature, "temperature_low": low, "temperature_high": high}
+            out |= {"temperature_n": fit.n, "temperature_wrong": fit.wrong}
         return out
 
     def table(self) -> Table:
@@ -134,8 +142,8 @@ class Report:
         p = self.predictions
         title = f"{len(p):,} predictions over {p.n_classes} classes, {self.n_bins} bins"
         notes = []
-        if self.temperature is not None:
-            notes.append(f"T = {self.temperature:.3f}: logits divided by T, which was fitted on validation NLL.")
+        if self.scaling is not None:
+            notes.append(self.scaling.describe())
         return Table(columns, rows, "measure", title, notes)
 
     def to_markdown(self) -> str:

@@ -75,7 +75,7 @@ MAPS: dict[str, Callable[[], Any]] = {
 
 
 class Outcome(NamedTuple):
-    """One table: the split's size and wrong predictions, T with its interval, and the test NLL without and after maps."""
+    """One table: the split's size and wrong predictions, T with its interval, the test NLL without and after maps."""
 
     data: str
     model: str

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metacal.calibration.arguments import require_predictions
 from metacal.calibration.measures import MEASURES
 from metacal.calibration.weighted import Counted, weighted
 from metacal.errors import require
@@ -67,6 +68,7 @@ def bootstrap(
         level: the share of resamples inside the interval, in (0, 1).
         options: passed to the measure, e.g. `n_bins=10`.
     """
+    require_predictions("p", p)
     _check(n, level)
     function, options = _resolve(measure, options)
     value = float(function(p, **options))
@@ -85,6 +87,7 @@ def bootstrap_all(
     `measures` are names, or name -> options such as {"ece": {"n_bins": 10}}. Each interval is the one that `bootstrap`
     gives for the same n and seed.
     """
+    require_predictions("p", p)
     _check(n, level)
     options = dict(measures) if isinstance(measures, Mapping) else {name: {} for name in measures}
     jobs = [(*_resolve(name, dict(keys)), p) for name, keys in options.items()]
@@ -109,6 +112,8 @@ def compare(
     one side of 0, both counts and n raised by one so that it is never 0, and at most 1. Raises InputError
     if the labels differ.
     """
+    require_predictions("p1", p1)
+    require_predictions("p2", p2)
     _check(n, level)
     require(len(p1) == len(p2), f"p2 must have the samples of p1, got {len(p2)} for {len(p1)}")
     differ = (p1.labels.cpu() != p2.labels.cpu()).nonzero()

@@ -1,4 +1,8 @@
-"""Calibration measures for reporting: each takes a `Predictions` and returns a float.
+"""Calibration measures for reporting: each takes a `Predictions`, or probabilities (N, K) and labels (N,), and
+returns a float.
+
+    ece(p)                      # p = Predictions.from_logits(logits, labels), or from_probabilities(probs, labels)
+    ece(probs, labels)          # two arrays are probabilities and labels, never logits
 
 Notation: N samples, K classes, probabilities p (N, K), labels y, confidence c = max_k p_k, correctness a =
     1[argmax p = y]. The bins are (e_{m-1}, e_m], M = `n_bins` of them with equal width on [0, 1] unless
@@ -16,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 
+from metacal.calibration.arguments import takes_arrays
 from metacal.calibration.binning import (
     Bins,
     check_bins,
@@ -53,6 +58,7 @@ __all__ = [
 ]
 
 
+@takes_arrays
 def ece(p: Predictions, n_bins: int = 15, norm: str = "l1") -> float:
     """Expected calibration error Σ_m n_m/N |acc_m - conf_m|; with norm="l2" sqrt(Σ_m n_m/N (acc_m -
     conf_m)²).
@@ -63,11 +69,13 @@ def ece(p: Predictions, n_bins: int = 15, norm: str = "l1") -> float:
     return float(gap_norm(*_sums(reliability_bins(p, n_bins)), norm))
 
 
+@takes_arrays
 def mce(p: Predictions, n_bins: int = 15) -> float:
     """Maximum calibration error: the largest |acc_m - conf_m| of a bin that is not empty."""
     return float(largest_gap(*_sums(reliability_bins(p, n_bins))))
 
 
+@takes_arrays
 def adaptive_ece(p: Predictions, n_bins: int = 15, norm: str = "l1") -> float:
     """As `ece` with bins of equal mass, whose edges are the m/M quantiles of the confidences.
 
@@ -78,6 +86,7 @@ def adaptive_ece(p: Predictions, n_bins: int = 15, norm: str = "l1") -> float:
     return float(gap_norm(*_sums(reliability_bins(p, n_bins, adaptive=True)), norm))
 
 
+@takes_arrays
 def classwise_ece(p: Predictions, n_bins: int = 15) -> float:
     """Mean over the K classes of Σ_m n_{m,k}/N |freq_{m,k} - conf_{m,k}|, the bins holding p_{i,k} of every
     sample.
@@ -91,6 +100,7 @@ def classwise_ece(p: Predictions, n_bins: int = 15) -> float:
     return float((hits - mass).abs().sum() / (len(p) * p.n_classes))
 
 
+@takes_arrays
 def debiased_ece(p: Predictions, n_bins: int = 15, squared: bool = False) -> float:
     """sqrt(max(0, Σ_m n_m/N [(acc_m - conf_m)² - acc_m (1 - acc_m) / (n_m - 1)])): the l2 error less its
     bias.
@@ -102,6 +112,7 @@ def debiased_ece(p: Predictions, n_bins: int = 15, squared: bool = False) -> flo
     return square if squared else math.sqrt(max(0.0, square))
 
 
+@takes_arrays
 def overconfidence(p: Predictions, n_bins: int = 15) -> float:
     """Σ n_m/N (conf_m - acc_m) over the bins with conf_m > acc_m. With `underconfidence` it adds up to
     `ece`.
@@ -109,6 +120,7 @@ def overconfidence(p: Predictions, n_bins: int = 15) -> float:
     return float(one_sided_gap(*_sums(reliability_bins(p, n_bins)), over=True))
 
 
+@takes_arrays
 def underconfidence(p: Predictions, n_bins: int = 15) -> float:
     """Σ n_m/N (acc_m - conf_m) over the bins with acc_m > conf_m. With `overconfidence` it adds up to
     `ece`.
@@ -116,6 +128,7 @@ def underconfidence(p: Predictions, n_bins: int = 15) -> float:
     return float(one_sided_gap(*_sums(reliability_bins(p, n_bins)), over=False))
 
 
+@takes_arrays
 def kce(p: Predictions) -> float:
     """Kernel calibration error sqrt(1/N² Σ_ij (c_i - a_i)(c_j - a_j) exp(-|c_i - c_j| / 0.4)), over all i,
     j.
@@ -128,6 +141,7 @@ def kce(p: Predictions) -> float:
     return math.sqrt(max(0.0, float(own + 2 * pairs))) / len(p)
 
 
+@takes_arrays
 def skce(p: Predictions) -> float:
     """Unbiased estimate of the *squared* kernel calibration error: the mean over i ≠ j of the summand of
     `kce`.
@@ -141,6 +155,7 @@ def skce(p: Predictions) -> float:
     return float(2 * pairs) / (len(p) * (len(p) - 1))
 
 
+@takes_arrays
 def smooth_ece(p: Predictions, mesh: int = 200) -> float:
     """Smooth calibration error smECE: smECE_σ at the bandwidth where σ = smECE_σ, which is
 
@@ -156,6 +171,7 @@ def smooth_ece(p: Predictions, mesh: int = 200) -> float:
     return float(unit_interval_smooth(residual, spread_on_grid(c, torch.ones_like(c)[:, None]), mesh))
 
 
+@takes_arrays
 def sece(p: Predictions, bandwidth: float = 0.01, self_term: bool = True, norm: str = "l1") -> float:
     """SECE 1/N Σ_i |ã_i - c_i| with ã_i = Σ_j K(c_i - c_j) a_j / Σ_j K(c_i - c_j), K(u) = exp(-u²/(2 h²));
     h = `bandwidth`.
@@ -171,6 +187,7 @@ def sece(p: Predictions, bandwidth: float = 0.01, self_term: bool = True, norm: 
     return float(gap.abs().mean() if norm == "l1" else gap.square().mean().sqrt())
 
 
+@takes_arrays
 def nll(p: Predictions) -> float:
     """Negative log-likelihood, mean -log p_y in nats, by log-softmax if there are logits; inf where some
     p_y is 0.
@@ -178,6 +195,7 @@ def nll(p: Predictions) -> float:
     return float(-p.log_likelihood.mean()) + 0.0  # + 0.0: a perfect one scores 0, not -0
 
 
+@takes_arrays
 def brier(p: Predictions) -> float:
     """Brier score, mean Σ_k (p_k - 1[k = y])², in [0, 2]."""
     return float(brier_terms(p).mean())
@@ -195,16 +213,19 @@ def brier_terms(p: Predictions) -> torch.Tensor:
     return out
 
 
+@takes_arrays
 def accuracy(p: Predictions) -> float:
     """The share of correct predictions, mean a."""
     return int(p.correct.sum()) / len(p)
 
 
+@takes_arrays
 def error(p: Predictions) -> float:
     """The share of wrong predictions, 1 - mean a."""
     return (len(p) - int(p.correct.sum())) / len(p)
 
 
+@takes_arrays
 def auroc(p: Predictions) -> float:
     """P(confidence of a correct prediction > that of a wrong one), ties counting half; 0.5 if there is no
     such pair.
@@ -214,6 +235,7 @@ def auroc(p: Predictions) -> float:
     return float(pair_order(*_sorted(p)))
 
 
+@takes_arrays
 def aurc(p: Predictions) -> float:
     """Area under the risk-coverage curve, 1/N Σ_n (error rate among the n most confident); lower is better.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from metacal.calibration.arguments import require_predictions
 from metacal.calibration.measures import ece, nll
 from metacal.errors import require
 from metacal.predictions import Predictions
@@ -39,9 +40,9 @@ _HALF_CHI_SQUARE = 1.9207  # half the 95 % quantile of χ² with one degree of f
 
 
 class FitReport(NamedTuple):
-    """What a fit did on its own split: N, NLL (nats) and ECE (15 bins) before and after, and how many of the N are wrong.
+    """What a fit did on its own split: N, NLL (nats) and ECE (15 bins) before and after.
 
-    Right and wrong are those before the map.
+    `wrong` is the number of wrong predictions among the N, before the map.
     """
 
     n: int
@@ -68,6 +69,7 @@ class Scaling:
 
     def fit(self, p: Predictions) -> Self:
         """Fit on `p`; returns self. Refitting starts afresh. Warns where `p` holds fewer than 10 wrong predictions."""
+        require_predictions("p", p)
         self._n_classes = p.n_classes
         self._fit(p)
         after = self._map(p)
@@ -79,6 +81,7 @@ class Scaling:
 
     def apply(self, p: Predictions) -> Predictions:
         """The predictions with mapped scores, same labels. Raises InputError before `fit` or for another K."""
+        require_predictions("p", p)
         name = type(self).__name__
         require(self._n_classes is not None, f"{name} must be fitted before it is applied")
         require(
@@ -149,10 +152,8 @@ class TemperatureScaling(Scaling):
         """In words: T, its interval, what it was fitted on, and the caution if that is little. After a fit."""
         assert self.report is not None
         low, high = self.interval
-        text = (
-            f"T = {self.temperature:.3f} [{low:.2f}, {high:.2f}]: logits divided by T, which was fitted to the NLL of "
-        )
-        text += f"{self.report.n:,} validation predictions, {self.report.wrong:,} of them wrong"
+        text = f"T = {self.temperature:.3f} [{low:.2f}, {high:.2f}]: logits divided by T, which was fitted to the NLL"
+        text += f" of {self.report.n:,} validation predictions, {self.report.wrong:,} of them wrong"
         text += ", and drawn towards 1 as far as these leave it open." if self.shrink else "."
         caution = self.report.caution
         return text + (f" {caution[0].upper()}{caution[1:]}." if caution else "")

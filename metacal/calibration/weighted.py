@@ -30,7 +30,7 @@ def weighted(name: str, p: Predictions, **options: Any) -> Counted | None:
     """The measure `name` of `p` as a function of counts (N, R); None if only resampling itself will do."""
     if name == "sece" and not (options.get("self_term", True) and options.get("bandwidth", 0.01) >= 1e-3):
         return None
-    return _FORMS[name](p, **options)
+    return _FORMS[name](p, **options) if name in _FORMS else None
 
 
 def _mean(values: Callable[[Predictions], Tensor]) -> Callable[[Predictions], Counted]:

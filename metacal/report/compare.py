@@ -35,7 +35,7 @@ from metacal.report.significance import (
     sample_one,
     stack,
 )
-from metacal.report.tables import COLUMNS, central, summarise
+from metacal.report.tables import central, column_of, summarise
 
 __all__ = ["DEFAULT_MEASURES", "compare_runs", "load_predictions"]
 
@@ -117,7 +117,7 @@ def compare_runs(
         for s in scalings
     }
     chosen = _pick(groups, baseline) if baseline else None
-    best = {s: {name: _best(results[s][name], COLUMNS[name].best) for name in measures} for s in scalings}
+    best = {s: {name: _best(results[s][name], column_of(name).best) for name in measures} for s in scalings}
 
     def against(s: str, name: str, reference: int | None) -> list[Judged | None]:
         return _against(results[s][name], groups, reference, 1 - alpha)
@@ -251,7 +251,7 @@ def _order(found: RunComparison, scaling: str, sort: str) -> list[int]:
     sign = 1.0
     if sort in found.measures:
         values: list[float | None] = [r.mean for r in found.results[scaling][sort]]
-        sign = -1.0 if COLUMNS[sort].best == "max" else 1.0
+        sign = -1.0 if column_of(sort).best == "max" else 1.0
     elif sort == "minutes":
         values = [central(summarise([run.minutes for run in g.runs])) for g in found.groups]
     else:

@@ -14,7 +14,7 @@ from metacal.report import caveats
 from metacal.report.runs import Group, LeftOut
 from metacal.report.settings import equal_settings, name_first, show_value
 from metacal.report.significance import Difference, Sampled
-from metacal.report.tables import COLUMNS, Cell, Column, Range, Table, central, summarise
+from metacal.report.tables import Cell, Column, Range, Table, central, column_of, summarise
 
 __all__ = ["Judged", "RunComparison"]
 
@@ -80,7 +80,7 @@ class RunComparison:
         columns = [Column("scaling", "Scaling"), *(Column(key, key) for key in keys)]
         columns += [Column("seeds", "Seeds")] if seeds_differ or csv else []
         first = len(columns)
-        columns += [COLUMNS[name] for name in self.measures]
+        columns += [column_of(name) for name in self.measures]
         columns += [Column("minutes", "Minutes", 1), Column("step_cost", "Step cost ×", 2)]
         if csv:
             against = ["p"] + ([] if self.baseline is None else ["p_baseline"])
@@ -98,7 +98,7 @@ class RunComparison:
                 for j, name in enumerate(self.measures, first):
                     cell = _spread(self.results[scaling][name][i])
                     if not csv and self.is_untested(scaling, name, i):
-                        cell = COLUMNS[name].show(cell) + UNTESTED
+                        cell = column_of(name).show(cell) + UNTESTED
                     cells.append(cell)
                     if self.is_among_best(scaling, name, i):
                         marked.add((len(rows), j))
@@ -133,7 +133,7 @@ class RunComparison:
         keys = self._keys()
         columns = [Column("scaling", "Scaling"), *(Column(key, key) for key in keys)]
         first = len(columns)
-        columns += [COLUMNS[name] for name in self.measures]
+        columns += [column_of(name) for name in self.measures]
         rows: list[tuple[str, list[Cell]]] = []
         marked: set[tuple[int, int]] = set()
         some_untested = False
@@ -147,7 +147,7 @@ class RunComparison:
                     assert judged is not None
                     cell = Range(judged.test.difference, judged.test.low, judged.test.high)
                     untested = math.isnan(judged.adjusted)
-                    cells.append(COLUMNS[name].show(cell) + UNTESTED if untested else cell)
+                    cells.append(column_of(name).show(cell) + UNTESTED if untested else cell)
                     some_untested |= untested
                     if judged.adjusted < self.alpha:
                         marked.add((len(rows), j))

@@ -18,7 +18,7 @@ from metacal.report.run_figures import (
     training_curves,
 )
 from metacal.report.settings import equal_settings, show_value
-from metacal.report.tables import COLUMNS, Table
+from metacal.report.tables import Table, column_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -157,17 +157,17 @@ def _highlighted(result: RunComparison) -> tuple[set[str] | None, str]:
     if len(result.groups) <= _ALL_IN_COLOUR:
         return None, ""
     scaling = result.scalings[0]
-    name = next((m for m in ("ece", *result.measures) if m in result.measures and COLUMNS[m].best), None)
+    name = next((m for m in ("ece", *result.measures) if m in result.measures and column_of(m).best), None)
     chosen: list[int] = []
     if name is not None:
-        sign = -1.0 if COLUMNS[name].best == "max" else 1.0
+        sign = -1.0 if column_of(name).best == "max" else 1.0
         means = [sign * r.mean for r in result.results[scaling][name]]
         known = [i for i, mean in enumerate(means) if math.isfinite(mean)]
         chosen += sorted(known, key=lambda i: means[i])[:_BEST_IN_COLOUR]
     chosen += [] if result.baseline is None else [result.baseline]
     for method in _KNOWN:
         chosen += [i for i, g in enumerate(result.groups) if g.method == method][:1]
-    best = "" if name is None else f"the {_BEST_IN_COLOUR} best by {COLUMNS[name].title}"
+    best = "" if name is None else f"the {_BEST_IN_COLOUR} best by {column_of(name).title}"
     base = "" if result.baseline is None else "the baseline"
     who = ", ".join(filter(None, [best, base, f"and one group each of {', '.join(_KNOWN)}"]))
     return {result.groups[i].short for i in chosen}, f" In colour: {who}; grey: all others."

@@ -22,7 +22,7 @@ from metacal.errors import InputError, require
 from metacal.modes import evaluation_mode
 from metacal.predictions import Predictions
 from metacal.report.figures import reliability_diagram
-from metacal.report.tables import COLUMNS, Cell, Column, Table
+from metacal.report.tables import COLUMNS, Cell, Column, Table, column_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +131,7 @@ class Report:
             columns += [Column("scaled_interval", range_title)] if intervals else []
         rows: list[tuple[str, list[Cell]]] = []
         for name in self.values:
-            shown = COLUMNS.get(name, Column(name))
+            shown = column_of(name)
             cells: list[Cell] = []
             for values in (self.values, self.scaled):
                 if values is not None:

@@ -25,7 +25,7 @@ from metacal.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from metacal.errors import require, require_choice
 from metacal.predictions import Predictions
 from metacal.report.report import predict
-from metacal.report.tables import COLUMNS, Cell, Column, Table
+from metacal.report.tables import Cell, Column, Table, column_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,7 +130,7 @@ class Shift:
         return Table(columns, rows, "severity", title=f"{shown.header} (clean: {clean})")
 
     def _column(self, measure: str) -> Column:
-        base = COLUMNS[measure.removesuffix("_scaled")]
+        base = column_of(measure.removesuffix("_scaled"))
         title = f"Scaled {base.title}" if measure.endswith("_scaled") else base.title
         return replace(base, name=measure, title=title, best=None)
 
@@ -162,7 +162,7 @@ class Shift:
             label = f"mean, T = {self.temperature:.2f}"
             ax.plot(x, [m[scaled] for m in means], label=label, linestyle="--", **thick | {"markerfacecolor": "white"})
         ax.set(
-            xlabel="severity", title=COLUMNS[measure].title, xticks=x, ylim=(0, 1) if measure == "accuracy" else None
+            xlabel="severity", title=column_of(measure).title, xticks=x, ylim=(0, 1) if measure == "accuracy" else None
         )
         if measure != "accuracy":
             ax.set_ylim(bottom=0)

@@ -23,7 +23,19 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.table import Table as RichTable
 
-__all__ = ["COLUMNS", "FORMATS", "Cell", "Column", "Range", "Spread", "Table", "central", "comparison", "summarise"]
+__all__ = [
+    "COLUMNS",
+    "FORMATS",
+    "Cell",
+    "Column",
+    "Range",
+    "Spread",
+    "Table",
+    "central",
+    "column_of",
+    "comparison",
+    "summarise",
+]
 
 FORMATS = ("text", "markdown", "csv", "latex")
 
@@ -113,6 +125,11 @@ COLUMNS: dict[str, Column] = {
     "temperature": Column("temperature", "Temperature", 3),
 }
 """How the measures of `metacal.calibration` are shown, by name."""
+
+
+def column_of(name: str) -> Column:
+    """How the measure `name` is shown; under its bare name, without a best, if nothing else is known of it."""
+    return COLUMNS.get(name, Column(name))
 
 
 @dataclass(frozen=True)

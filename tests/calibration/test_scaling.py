@@ -310,7 +310,7 @@ def test_maps_of_large_splits_are_the_textbooks(make):
 
 @pytest.mark.parametrize("make", ALL)
 def test_a_small_split_that_has_no_errors_by_luck_costs_little(make):
-    """Where the model is right that one of five predictions will be wrong, and the textbook's maps believe the split."""
+    """The model is right that one of five predictions will be wrong, and the textbook's maps believe the split."""
     losses, textbook = [], []
     for seed in range(8):
         p, test = without_errors(13, 4.0, seed), split(1000, k=3, seed=seed, temperature=1.0)

@@ -53,14 +53,7 @@ def _run(config: Config, words: Sequence[str], config_file: str | None) -> int:
     from metacal.training.folder import folder_of
     from metacal.training.run import run
 
-    folder = folder_of(config, words, config_file)
-    if folder.finished and not config.overwrite:
-        look = shlex.join(["metacal", "evaluate", str(folder.path)])
-        raise InputError(
-            f"{folder.path} holds a finished run; look at it with `{look}`, start over "
-            "with overwrite=true, or choose another seed=… or name=…"
-        )
-    return run(config, folder, words, config_file).show()
+    return run(config, folder_of(config, words, config_file), words, config_file).show()
 
 
 def _resume(config: Config, words: Sequence[str]) -> int:
@@ -110,8 +103,8 @@ def _run_beside_baselines(config: Config, words: list[str], config_file: str | N
     Finished runs are reused, so the command can be given again.
     """
     from metacal.compose import compose
-    from metacal.training.folder import folder_of, require_same_config
-    from metacal.training.run import Outcome, run, show_together
+    from metacal.training.folder import folder_of
+    from metacal.training.run import run, show_together
 
     own_words = [w for w in words if not w.startswith("baselines=")]
     jobs = [(config, own_words)]
@@ -122,15 +115,11 @@ def _run_beside_baselines(config: Config, words: list[str], config_file: str | N
         jobs.append((compose(_with_method(words, method), config_file), _with_method(words, method)))
     outcomes = []
     for job, job_words in jobs:
-        folder = folder_of(job, job_words, config_file)
-        if folder.finished and not job.overwrite:
-            require_same_config(job, folder)
-            print(f"{job.method}: already finished in {folder.path}, reused (overwrite=true starts over)")
-            outcomes.append(Outcome(folder, folder.read_summary(), status=0))
-            continue
-        outcome = run(job, folder, job_words, config_file)
+        outcome = run(job, folder_of(job, job_words, config_file), job_words, config_file, reuse=True)
         if outcome.status:
             return outcome.show()
+        if outcome.reused:
+            print(f"{job.method}: already finished in {outcome.folder.path}, reused (overwrite=true starts over)")
         outcomes.append(outcome)
     return show_together(outcomes)
 
@@ -192,19 +181,19 @@ class _Task:
 
     def _run(self, node: DictConfig, overrides: list[str]) -> int:
         from metacal.compose import from_dictionary
-        from metacal.training.folder import folder_of, require_same_config
+        from metacal.training.folder import folder_of
         from metacal.training.run import run
 
         config = from_dictionary(node)
         folder = folder_of(config, overrides, self.config_file)
-        if folder.finished and not config.overwrite:
-            require_same_config(config, folder)
-            print(f"{folder.path}: already finished, skipped")
-            return 0
         if not folder.finished and (self.requeued or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"):
             config.overwrite = False  # the first attempt has started over; this one goes on
         with self._saving_before_requeue() as requeue:
-            status = run(config, folder, overrides, self.config_file).show()
+            outcome = run(config, folder, overrides, self.config_file, reuse=True)
+            if outcome.reused:
+                print(f"{folder.path}: already finished, skipped")
+                return 0
+            status = outcome.show()
             if status == 130:
                 requeue()  # does not come back if that is why the run stopped
                 raise KeyboardInterrupt  # Ctrl-C is meant for the whole grid

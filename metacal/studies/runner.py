@@ -96,7 +96,8 @@ def run_missing(
 
 
 def _ending(job: Job, status: int, asked: bool) -> str:
-    if status == 0:
+    # Another process may have ended the run while this one started: it is refused then, and done all the same.
+    if status == 0 or (status == 2 and job.folder.finished and not job.config.overwrite):
         return "done"
     return "stopped" if status == 130 or asked else "failed"
 

@@ -46,11 +46,14 @@ __all__ = ["Outcome", "build_watch", "run", "show_together"]
 
 @dataclass
 class Outcome:
-    """A run that ended: its folder, its summary (empty when interrupted) and the exit status."""
+    """A run that ended: its folder, its summary (empty when interrupted), the exit status, and whether an earlier
+    command had ended it.
+    """
 
     folder: RunFolder
     summary: dict[str, Any]
     status: int
+    reused: bool = False
 
     def show(self) -> int:
         """Print the table of the test split; returns the exit status."""
@@ -60,22 +63,28 @@ class Outcome:
 
 
 def run(
-    config: Config, folder: RunFolder, overrides: Sequence[str] = (), config_file: str | Path | None = None
+    config: Config,
+    folder: RunFolder,
+    overrides: Sequence[str] = (),
+    config_file: str | Path | None = None,
+    reuse: bool = False,
 ) -> Outcome:
     """Train the run that `config` describes in `folder`, going on from its last checkpoint if there is one.
 
-    `config_file` and the words `overrides` are what `config` was composed of. A run records them as its command when
-    it starts, and keeps them when it goes on by other words.
+    Args:
+        overrides, config_file: the words and the file that `config` was composed of. A run records them as its command
+            when it starts, and keeps them when it goes on by other words.
+        reuse: a finished run gives back what it has, where it is otherwise refused.
 
     Raises:
         InputError: bad input, before anything is written.
         RunError: the run had to stop; checkpoints stay.
     """
+    if outcome := _finished(config, folder, reuse):
+        return outcome
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
-    if folder.interrupted and not config.overwrite:
-        require_same_config(config, folder)
     data = prepare_data(config, device)
     backbone = build_backbone(config, data, device)
     train_batches, meta_batches = training_batches(config, data)
@@ -85,8 +94,29 @@ def run(
     watch = build_watch(config, parts)
     folder.create()
     with folder.locked():
+        # Another process may have started and ended this run while the parts were made.
+        if outcome := _finished(config, folder, reuse):
+            return outcome
         command = ["metacal", "train", *([str(config_file)] if config_file else []), *overrides]
         return _run_in(folder, config, data, parts, watch, shlex.join(command))
+
+
+def _finished(config: Config, folder: RunFolder, reuse: bool) -> Outcome | None:
+    """What a finished run in `folder` gives, None where there is none or it is to be replaced.
+
+    Raises:
+        InputError: a finished run that is not to be reused, or a run of another config.
+    """
+    if config.overwrite or not (folder.finished or folder.interrupted):
+        return None
+    if folder.finished and not reuse:
+        look = shlex.join(["metacal", "evaluate", str(folder.path)])
+        raise InputError(
+            f"{folder.path} holds a finished run; look at it with `{look}`, start over "
+            "with overwrite=true, or choose another seed=… or name=…"
+        )
+    require_same_config(config, folder)
+    return Outcome(folder, folder.read_summary(), status=0, reused=True) if folder.finished else None
 
 
 def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: Watch, command: str) -> Outcome:

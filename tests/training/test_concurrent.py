@@ -1,0 +1,102 @@
+"""Several processes of one command: whichever ends the run first, the others leave it as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from metacal.cli import main
+
+WORDS = ["method=cross_entropy", "model.hidden=[8]", "data.train_size=200", "epochs=1", "monitor.resamples=0"]
+WORDS += ["threads=1", "progress=false"]
+
+# A process that stands still before it makes its data, after it has looked at the folder, until the file `go` is there.
+SLOW = """
+import sys, time
+from pathlib import Path
+import metacal.training.run as module
+from metacal.cli import main
+
+here, make = Path(sys.argv[1]), module.prepare_data
+
+def wait(*args):
+    (here / "ready").write_text("")
+    while not (here / "go").exists():
+        time.sleep(0.01)
+    return make(*args)
+
+module.prepare_data = wait
+raise SystemExit(main(sys.argv[2:]))
+"""
+
+
+def start(code: list[str], cwd: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *code],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(file: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "says"),
+    [
+        ("again", 2, "holds a finished run"),
+        ("resume", 2, "holds a finished run"),
+        ("grid", 0, "already finished, skipped"),
+    ],
+)
+def test_a_run_that_another_process_ended_meanwhile_is_not_wiped(how, status, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*WORDS, "name=same"]
+    if how == "resume":
+        assert main(["train", *words]) == 0
+        (run,) = Path("runs/same").glob("*/seed0")
+        (run / "summary.json").unlink()  # as if it had been stopped at the end
+        given = [f"resume={run}"]
+    else:
+        given = words if how == "again" else ["-m", *words, "seed=0"]
+    late = start(["-c", SLOW, str(tmp_path), "train", *given], tmp_path)
+    wait_for(tmp_path / "ready", late)
+    assert main(["train", *words]) == 0
+    (run,) = Path("runs/same").glob("*/seed0")
+    before = files(run)
+    (tmp_path / "go").write_text("")
+    out, _ = late.communicate(timeout=120)
+    assert late.returncode == status and says in out, out
+    assert files(run) == before and "summary.json" in before
+
+
+@pytest.mark.slow
+def test_of_processes_that_start_together_one_trains(tmp_path):
+    folder = tmp_path / "run"
+    command = ["-m", "metacal", "train", *WORDS, f"run_dir={folder}"]
+    processes = [start(command, tmp_path) for _ in range(3)]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert sorted(process.returncode for process in processes) == [0, 2, 2], outputs
+    for process, out in zip(processes, outputs):
+        assert process.returncode == 0 or "is in use" in out or "holds a finished run" in out, out
+    assert json.loads((folder / "summary.json").read_text())["epochs"] == 1
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in logged if line["split"] == "val"]) == 1
+    assert main(["evaluate", str(folder), "--resamples", "0"]) == 0

@@ -73,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("metacal: interrupted", file=sys.stderr)
         return 130
+    except (ImportError, MemoryError) as error:
+        print(f"metacal: {_shortage(error)}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of our output has gone (`metacal … | head`)
         sys.stderr.close()
         return 1
@@ -80,6 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"metacal: {where}{error.strerror or error}", file=sys.stderr)
         return 1
+
+
+def _shortage(error: ImportError | MemoryError) -> str:
+    """What could not be loaded, and the limit on this process's memory where it has one: libraries fail by it."""
+    reason = f"{error}" if isinstance(error, ImportError) else "out of memory"
+    try:
+        import resource
+    except ImportError:  # no such limits on this system
+        return reason
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return reason
+    return f"{reason}; this process may use {limit / 2**30:.1f} GiB of addresses (ulimit -v), which is not enough"
 
 
 def _train(argv: list[str]) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -21,7 +23,23 @@ from metacal.config import Config
 from metacal.config_checks import validate
 from metacal.errors import InputError, did_you_mean, require
 
-__all__ = ["PATH_KEYS", "compose", "config_dir", "from_dictionary", "keys_of", "register_schema", "to_yaml"]
+__all__ = [
+    "PATH_KEYS",
+    "check_config_file",
+    "check_words",
+    "choices_of",
+    "compose",
+    "config_dir",
+    "from_dictionary",
+    "groups",
+    "keys_of",
+    "read_yaml",
+    "register_schema",
+    "to_yaml",
+]
+
+_MAX_BYTES, _MAX_DEPTH = 2**16, 20  # of a YAML file; a run's config has 3 kB and a depth of 4
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is there, is twenty times faster
 
 
 def config_dir() -> Path:
@@ -44,17 +62,21 @@ def compose(overrides: Sequence[str] = (), config_file: str | Path | None = None
         InputError: unknown keys or groups, wrong types, values out of range; with the nearest valid name.
     """
     register_schema()
+    check_words(overrides)
+    for override in overrides:
+        require(
+            not override.lstrip("+~").startswith(("hydra.", "hydra/")),
+            f"{override} says how Hydra runs a grid, not what a run computes: it goes with `metacal train -m`",
+        )
     if config_file is None:
         folder, stem = config_dir(), "train"
     else:
-        path = Path(config_file)
-        require(path.is_file(), f"config file {config_file} does not exist")
-        folder, stem = path.resolve().parent, path.stem
-        groups = [p.name for p in config_dir().iterdir() if p.is_dir()]
+        path = check_config_file(config_file)
+        folder, stem = path.parent, path.stem
         for override in overrides:
             key = override.split("=", 1)[0]
             require(
-                key not in groups,
+                key not in groups(),
                 f"{key}=… chooses a group, but {config_file} is a resolved config: override single keys of it, "
                 f"or start from the groups without the file",
             )
@@ -62,19 +84,106 @@ def compose(overrides: Sequence[str] = (), config_file: str | Path | None = None
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             node = hydra_compose(stem, overrides=[_quoted(word) for word in overrides])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(explain(error)) from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise InputError(explain(error, overrides)) from None
     return from_dictionary(node)
+
+
+def check_config_file(file: str | Path) -> Path:
+    """The full path of a config file, which may be anybody's.
+
+    Raises:
+        InputError: it does not exist, cannot be read, or says more than what a run computes: sections of Hydra's own,
+            which can name Python to call, or values that are to be fetched from the environment.
+    """
+    path = Path(file).resolve()
+    require(path.is_file(), f"config file {file} does not exist")
+    node = read_yaml(path)
+    for key in ("hydra", "defaults"):
+        require(key not in node, f"config file {file} may not have the key {key}: it holds the keys of a run, no more")
+    _require_plain(node, f"config file {file}")
+    return path
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse words that name Python to call, or that fetch values from the environment.
+
+    Raises:
+        InputError: naming the word.
+    """
+    for word in words:
+        _require_plain(word, "the command's words")
+        require("_target_" not in word, f"{word}: nothing is instantiated from a config, so _target_ is no key")
+
+
+def _require_plain(value: Any, where: str) -> None:
+    """Plain data, in which ``${key}`` may stand for another key's value, and nothing else is looked up or called."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            require(key != "_target_", f"{where}: nothing is instantiated from a config, so _target_ is no key")
+            _require_plain(item, where)
+    elif isinstance(value, list):
+        for item in value:
+            _require_plain(item, where)
+    elif isinstance(value, str):
+        unknown, text = "", value
+        while text != unknown:  # from the inside outwards
+            unknown, text = text, re.sub(r"\$\{[\w.\[\]]*\}", "", text)
+        require(
+            "${" not in text,
+            f"{where}: {value!r} would look something up and record it; only ${{key}} can be used, for the value of "
+            "another key (what comes from the environment, let the shell put in)",
+        )
+
+
+def read_yaml(file: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file, which may be anybody's, as it stands: ``${key}`` is left as it is.
+
+    Raises:
+        InputError: the file cannot be read, is no mapping, is larger than 64 KiB or deeper than 20, or has aliases: a
+            few of these can stand for billions of values.
+    """
+    try:
+        text = Path(file).read_bytes()
+        require(len(text) <= _MAX_BYTES, f"{file} must have at most {_MAX_BYTES} bytes, got {len(text)}")
+        depth = 0
+        for event in yaml.parse(text, _LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            inside = event.value.count("${") if isinstance(event, yaml.ScalarEvent) else 0
+            require(depth + inside <= _MAX_DEPTH, f"{file} must be nested at most {_MAX_DEPTH} deep")
+            require(not isinstance(event, yaml.AliasEvent), f"{file} must not have YAML aliases (*name)")
+        node = OmegaConf.to_container(OmegaConf.load(io.StringIO(text.decode())))
+    except InputError:
+        raise
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise InputError(f"{file} cannot be read: {lines[0]}") from None
+    require(isinstance(node, dict), f"{file} must be a mapping of keys to values")
+    assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}
 
 
 PATH_KEYS = ("resume", "run_dir", "runs", "data.path")
 """Keys whose values are paths, taken as they stand: folders of runs have signs of Hydra's grammar in their names."""
 
 
+def groups() -> list[str]:
+    """The groups of `configs/`. Studies are no part of a run's config."""
+    return sorted(p.name for p in config_dir().iterdir() if p.is_dir() and p.name not in ("study", "__pycache__"))
+
+
+def choices_of(group: str) -> list[str]:
+    """The names of a group's YAML files."""
+    return sorted(p.stem for p in (config_dir() / group).glob("*.yaml"))
+
+
 def _quoted(word: str) -> str:
-    """Values that are paths in quotes: Hydra's grammar gives commas and equal signs, which folders have, a meaning."""
+    """Values that are paths or choices in quotes: Hydra's grammar gives commas, equal signs and numbers a meaning."""
     key, equals, value = word.partition("=")
-    if key.lstrip("+") not in PATH_KEYS or not equals or value[:1] in ("'", '"', "") or value == "null":
+    is_path = key.lstrip("+") in PATH_KEYS and equals and value[:1] not in ("'", '"', "") and value != "null"
+    # A choice is a name, also where it reads as a number: Hydra fails on these.
+    is_choice = key in groups() and re.fullmatch(r"[\w.+-]+", value)
+    if not is_path and not is_choice:
         return word
     escaped = value.replace("'", "\\'")
     return f"{key}='{escaped}'"
@@ -113,15 +222,16 @@ def keys_of(node: Any = None, prefix: str = "") -> list[str]:
     return keys
 
 
-def explain(error: Exception) -> str:
-    """Hydra's and OmegaConf's errors, which run over several lines, as one line with a remedy."""
+def explain(error: Exception, words: Sequence[str] = ()) -> str:
+    """Hydra's and OmegaConf's errors over `words`, which run over several lines, as one line with a remedy."""
+    if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):  # names no word
+        return f"a group takes the name of a choice, which one of {' '.join(words)} does not give it"
     texts = [str(e) for e in (error, error.__cause__) if e is not None]
     text = "\n".join(texts)
-    if found := re.search(r"Could not find '([^']+)'", text):
-        group, _, option = found[1].rpartition("/")
-        folder = config_dir() / group
-        options = sorted(p.stem for p in folder.glob("*.yaml")) if folder.is_dir() and group else []
-        if options:
+    if found := re.search(r"Could not (?:find|load) '([^']+)'", text):
+        group, _, option = found[1].partition("/")
+        if group in groups():
+            options = choices_of(group)
             return f"{group} must be one of {', '.join(options)}, got {option!r}{did_you_mean(option, options)}"
     if found := re.search(r"full_key: (\S+)", text):
         key = found[1]
@@ -130,7 +240,6 @@ def explain(error: Exception) -> str:
             return f"unknown key {key!r}{did_you_mean(key, keys_of())}"
         return f"{key}: {first[0].lower()}{first[1:]}"
     if found := re.search(r"Could not override '([^']+)'", text):
-        key = found[1].split("@")[0]
-        return f"unknown key or group {key!r}{did_you_mean(key, keys_of())}"
+        return f"unknown key or group {found[1]!r}{did_you_mean(found[1], keys_of())}"
     lines = (line.strip() for line in texts[0].splitlines())
     return " ".join(line for line in lines if line and not line.startswith("See http"))

@@ -20,6 +20,19 @@ def test_help_and_import_need_no_torch():
     assert "metacal train" in done.stdout
 
 
+def test_too_little_memory_to_import_is_one_line():
+    resource = pytest.importorskip("resource")
+    limit = 300 * 2**20
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    command = [sys.executable, "-m", "metacal", "train", "epochs=1"]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limited)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "may use 0.3 GiB of addresses (ulimit -v)" in done.stderr
+
+
 def test_train_help_lists_groups_and_keys(capsys):
     assert main(["train", "--help"]) == 0
     out = capsys.readouterr().out
@@ -33,6 +46,13 @@ def test_train_help_lists_groups_and_keys(capsys):
         (["trian"], "did you mean 'train'?"),
         (["train", "optimizer.lrr=1"], "did you mean 'optimizer.lr'?"),
         (["train", "-m", "seed=0,1", "optimizer.lrr=1"], "did you mean 'optimizer.lr'?"),
+        (["train", "method=0"], "method must be one of adafocal, brier"),
+        (["train", "-m", "seed=0,1", "data=1"], "data must be one of cifar10"),
+        (["train", "--cfg", "job", "monitor=true"], "monitor must be one of full, light, off, got 'true'"),
+        (["train", "optimizer=null"], "optimizer must be one of adam"),
+        (["train", "model=[a]"], "model must be one of cnn"),
+        (["train", "data=../x"], "data must be one of cifar10"),
+        (["train", "=3"], "one of =3 does not give it"),
         (["train", "baselines=[focl]"], "did you mean 'focal'?"),
         (["train", "resume=nowhere"], "nowhere does not exist"),
         (["train", "missing.yaml"], "missing.yaml does not exist"),

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metacal.commands.sweep import take_config_file
@@ -125,6 +124,9 @@ def _run_beside_baselines(config: Config, words: list[str], config_file: str | N
 
 
 _SHOW = {"--cfg", "-c"}  # Hydra's flag that shows a config and runs nothing
+# Hydra's flags, but for those that take configs, or pickles of them, from elsewhere.
+_FLAGS = ("-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i",
+          "--info", "-r", "--run", "-sc", "--shell-completion", "--version")  # fmt: skip
 
 # Hydra's launchers beside its own, and the packages that bring them.
 _LAUNCHERS = {
@@ -236,11 +238,10 @@ class _Task:
 
 
 def _groups() -> str:
-    """The groups of `configs/` and their choices, for --help. Studies are no part of a run's config."""
-    from metacal.compose import config_dir
+    """The groups of `configs/` and their choices, for --help."""
+    from metacal.compose import choices_of, groups
 
-    folders = sorted(p for p in config_dir().iterdir() if p.is_dir() and p.name not in ("study", "__pycache__"))
-    return "\n".join(f"{p.name}: {', '.join(sorted(f.stem for f in p.glob('*.yaml')))}" for p in folders) + "\n"
+    return "".join(f"{group}: {', '.join(choices_of(group))}\n" for group in groups())
 
 
 def _with_hydra(words: list[str], config_file: str | None) -> int:
@@ -250,19 +251,28 @@ def _with_hydra(words: list[str], config_file: str | None) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from metacal.compose import config_dir, explain, register_schema
+    from metacal.compose import check_config_file, check_words, compose, config_dir, explain, register_schema
 
+    for word in words:
+        flag = word.partition("=")[0]
+        require(
+            not flag.startswith("-") or flag in _FLAGS,
+            f"{flag} is no flag of metacal train, which are {', '.join(_FLAGS)}; a config file is the first word",
+        )
+    check_words(words)
     register_schema()
     OmegaConf.register_new_resolver("metacal_groups", _groups, replace=True)
-    path = Path(config_file).resolve() if config_file else config_dir() / "train.yaml"
-    require(path.is_file(), f"config file {config_file} does not exist")
+    path = check_config_file(config_file) if config_file else config_dir() / "train.yaml"
     jobs: list[Job] = []
+    # A bad value surfaces here, before the first run.
+    own = [w for w in words if "=" in w and not w.lstrip("+~").startswith(("-", "hydra/", "hydra."))]
     if any(word in ("-m", "--multirun") for word in words):
         from metacal.studies.grid import grid_jobs
 
         require(not _SHOW.intersection(words), "-m runs a grid and --cfg shows a config: give one of them")
-        own = [w for w in words if "=" in w and not w.lstrip("+~").startswith(("-", "hydra/", "hydra."))]
-        jobs = grid_jobs(own, config_file, normal=True)  # so that a bad value surfaces before the first run
+        jobs = grid_jobs(own, config_file, normal=True)
+    else:
+        compose(own, config_file)
     task = _Task(str(path) if config_file else None, in_grid=bool(jobs))
 
     # Hydra's parser wants the overrides in one piece, wherever its flags stand.
@@ -272,7 +282,7 @@ def _with_hydra(words: list[str], config_file: str | None) -> int:
     try:
         hydra.main(version_base="1.3", config_path=str(path.parent), config_name=path.stem)(task)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(explain(error)) from None
+        raise InputError(explain(error, words)) from None
     except SystemExit as stop:  # --help and its like
         return int(stop.code or 0)
     except RuntimeError as error:

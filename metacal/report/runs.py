@@ -20,10 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from metacal.compose import read_yaml
 from metacal.config import Config
 from metacal.errors import InputError, require
 from metacal.predictions import Predictions
@@ -239,11 +236,10 @@ def _load_run(path: Path, defaults: Mapping[str, Any]) -> Run:
     """Raises InputError with what is wrong, without the path."""
     require((path / "config.yaml").is_file(), "stopped before training began; its log.txt says why")
     try:
-        config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError):
+        config = read_yaml(path / "config.yaml")
+    except InputError:
         raise InputError("its config.yaml cannot be read") from None
-    if not isinstance(config, dict) or "method" not in config:
-        raise InputError("its config.yaml is not that of a run")
+    require("method" in config, "its config.yaml is not that of a run")
     if not (path / "summary.json").is_file():
         raise InputError(_how_far(path, config))
     try:

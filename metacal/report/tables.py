@@ -286,11 +286,22 @@ class Table:
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         names = [c.name + suffix for c, suffixes in zip(self.columns, parts) for suffix in suffixes]
-        writer.writerow([self.corner or "name", *names])
+        writer.writerow([_inert(self.corner or "name"), *map(_inert, names)])
         for name, cells in self.rows:
             numbers = [_part(cell, s) for cell, suffixes in zip(cells, parts) for s in suffixes]
-            writer.writerow([name, *("" if x is None else x for x in numbers)])
+            writer.writerow([_inert(name), *("" if x is None else _inert(x) for x in numbers)])
         return out.getvalue()
+
+
+def _inert(cell: Any) -> Any:
+    """Text that a spreadsheet would take for a formula, with an apostrophe before it; numbers stay as they are."""
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def comparison(

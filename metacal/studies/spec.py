@@ -12,15 +12,13 @@ group `words` or `sweep`. A variant's `common` comes after the file's; of a grou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from metacal.errors import InputError, require, require_choice
+from metacal.compose import read_yaml
+from metacal.errors import require, require_choice
 
 __all__ = ["REPORTS", "read_spec"]
 
@@ -34,11 +32,7 @@ def read_spec(file: Path, variant: str | None = None) -> dict[str, Any]:
     Raises:
         InputError: with what is wrong in the file, or for a variant that it does not have.
     """
-    try:
-        spec = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise InputError(f"study file {file} cannot be read: {str(error).splitlines()[0]}") from None
-    spec = _mapping(spec, str(file), ("report", "common", "groups", "variants"))
+    spec = _mapping(read_yaml(file), str(file), ("report", "common", "groups", "variants"))
     require_choice(f"report of {file}", spec.get("report"), REPORTS)
     _check_part(spec, str(file))
     require(bool(spec.get("groups")), f"{file} must have groups, each with words or a sweep, got none")
@@ -77,5 +71,5 @@ def _check_part(part: Mapping[str, Any], where: str) -> None:
 
 
 def _check_words(words: Any, where: str) -> None:
-    good = isinstance(words, list) and all(isinstance(word, str) and "=" in word for word in words)
+    good = isinstance(words, list) and all(isinstance(word, str) and re.match(r"[\w+~].*=", word) for word in words)
     require(good, f"{where} must be a list of key=value words, got {words!r}")

@@ -16,11 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from metacal.compose import compose
+from metacal.compose import compose, read_yaml
 from metacal.config import Config
 from metacal.errors import InputError, require
 from metacal.jsonio import to_json
@@ -172,6 +168,9 @@ def folder_of(config: Config, overrides: Sequence[str], config_file: str | None 
     """`config.run_dir`, or the deterministic runs/<name>/<method and overrides>/seed<seed>.
 
     Of a config file the name takes the part of the run that it lies in, or else a hash of its text.
+
+    Raises:
+        InputError: a name that would lead out of `config.runs`.
     """
     if config.run_dir is not None:
         return RunFolder(config.run_dir)
@@ -182,7 +181,12 @@ def folder_of(config: Config, overrides: Sequence[str], config_file: str | None 
             base = file.parent.parent.name
         else:
             base += f",{file.stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:8]}"
-    return RunFolder(Path(config.runs) / config.name / run_name(base, overrides) / f"seed{config.seed}")
+    inside = f"{config.name}/{run_name(base, overrides)}"
+    require(
+        inside.isprintable() and not {"", ".", ".."}.intersection(re.split(r"[/\\]", inside)),
+        f"name={config.name} must name a folder inside runs={config.runs} (another place: runs=FOLDER), got {inside!r}",
+    )
+    return RunFolder(Path(config.runs) / inside / f"seed{config.seed}")
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -217,10 +221,9 @@ def require_same_config(config: Config, folder: RunFolder) -> None:
 def _keys_of(path: Path) -> set[str]:
     """The top-level keys of a YAML file; none if it is not one."""
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError):
+        return set(read_yaml(path))
+    except InputError:
         return set()
-    return {str(key) for key in loaded} if isinstance(loaded, dict) else set()
 
 
 def versions() -> dict[str, str]:

@@ -33,6 +33,9 @@ __all__ = [
     "from_dictionary",
     "groups",
     "keys_of",
+    "parse_config",
+    "parse_yaml",
+    "read_config",
     "read_yaml",
     "register_schema",
     "to_yaml",
@@ -89,8 +92,27 @@ def compose(overrides: Sequence[str] = (), config_file: str | Path | None = None
     return from_dictionary(node)
 
 
+def read_config(file: str | Path) -> Config:
+    """The typed, validated config in a file, which may be anybody's.
+
+    Raises:
+        InputError: it does not exist, cannot be read, says more than what a run computes, or as `compose`.
+    """
+    require(Path(file).is_file(), f"config file {file} does not exist")
+    return parse_config(Path(file).read_bytes(), f"config file {file}")
+
+
+def parse_config(text: bytes | str, where: str) -> Config:
+    """The typed, validated config in a text that is called `where`; raises as `read_config`."""
+    node = _plain_keys(text, where)
+    try:
+        return from_dictionary(node)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
 def check_config_file(file: str | Path) -> Path:
-    """The full path of a config file, which may be anybody's.
+    """The full path of a config file, for Hydra to read.
 
     Raises:
         InputError: it does not exist, cannot be read, or says more than what a run computes: sections of Hydra's own,
@@ -98,11 +120,17 @@ def check_config_file(file: str | Path) -> Path:
     """
     path = Path(file).resolve()
     require(path.is_file(), f"config file {file} does not exist")
-    node = read_yaml(path)
-    for key in ("hydra", "defaults"):
-        require(key not in node, f"config file {file} may not have the key {key}: it holds the keys of a run, no more")
-    _require_plain(node, f"config file {file}")
+    _plain_keys(path.read_bytes(), f"config file {file}")
     return path
+
+
+def _plain_keys(text: bytes | str, where: str) -> dict[str, Any]:
+    """The keys of a run in a config's text, and nothing that makes Hydra call or fetch anything."""
+    node = parse_yaml(text, where)
+    for key in ("hydra", "defaults"):
+        require(key not in node, f"{where} may not have the key {key}: it holds the keys of a run, no more")
+    _require_plain(node, where)
+    return node
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -137,28 +165,37 @@ def _require_plain(value: Any, where: str) -> None:
 
 
 def read_yaml(file: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file, which may be anybody's, as it stands: ``${key}`` is left as it is.
-
-    Raises:
-        InputError: the file cannot be read, is no mapping, is larger than 64 KiB or deeper than 20, or has aliases: a
-            few of these can stand for billions of values.
-    """
+    """The mapping in a YAML file; see `parse_yaml`."""
     try:
         text = Path(file).read_bytes()
-        require(len(text) <= _MAX_BYTES, f"{file} must have at most {_MAX_BYTES} bytes, got {len(text)}")
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    return parse_yaml(text, str(file))
+
+
+def parse_yaml(text: bytes | str, where: str) -> dict[str, Any]:
+    """The mapping in a YAML text, which may be anybody's, as it stands: ``${key}`` is left as it is.
+
+    Raises:
+        InputError: the text, called `where`, is no YAML mapping, is longer than 64 KiB or deeper than 20, or has
+            aliases: a few of these can stand for billions of values.
+    """
+    require(len(text) <= _MAX_BYTES, f"{where} must have at most {_MAX_BYTES} bytes, got {len(text)}")
+    try:
         depth = 0
         for event in yaml.parse(text, _LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             inside = event.value.count("${") if isinstance(event, yaml.ScalarEvent) else 0
-            require(depth + inside <= _MAX_DEPTH, f"{file} must be nested at most {_MAX_DEPTH} deep")
-            require(not isinstance(event, yaml.AliasEvent), f"{file} must not have YAML aliases (*name)")
-        node = OmegaConf.to_container(OmegaConf.load(io.StringIO(text.decode())))
+            require(depth + inside <= _MAX_DEPTH, f"{where} must be nested at most {_MAX_DEPTH} deep")
+            require(not isinstance(event, yaml.AliasEvent), f"{where} must not have YAML aliases (*name)")
+        decoded = text.decode() if isinstance(text, bytes) else text
+        node = OmegaConf.to_container(OmegaConf.load(io.StringIO(decoded)))
     except InputError:
         raise
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        raise InputError(f"{file} cannot be read: {lines[0]}") from None
-    require(isinstance(node, dict), f"{file} must be a mapping of keys to values")
+        raise InputError(f"{where} cannot be read: {lines[0]}") from None
+    require(isinstance(node, dict), f"{where} must be a mapping of keys to values")
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
 

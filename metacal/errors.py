@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
-__all__ = ["InputError", "RunError", "did_you_mean", "require", "require_choice"]
+__all__ = ["InputError", "RunError", "did_you_mean", "note", "require", "require_choice"]
 
 
 class InputError(ValueError):
@@ -27,6 +28,11 @@ def require(condition: bool, message: str) -> None:
     """Raise `InputError(message)` unless `condition` holds."""
     if not condition:
         raise InputError(message)
+
+
+def note(message: str) -> None:
+    """Tell on standard error what was done otherwise than one would expect, such as what was left out and why."""
+    print(f"metacal: {message}", file=sys.stderr)
 
 
 def did_you_mean(value: str, options: Iterable[str]) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from metacal.commands.evaluate import Parser
-from metacal.errors import require
+from metacal.errors import InputError, note, require
 from metacal.jsonio import to_json
 
 __all__ = ["curvature_command"]
@@ -30,26 +29,33 @@ def curvature_command(argv: Sequence[str]) -> int:
     require(0 < arguments.tolerance < 1, f"--tolerance must be in (0, 1), got {arguments.tolerance}")
 
     from metacal.calibration import accuracy, ece
-    from metacal.compose import compose
     from metacal.report.report import predict
     from metacal.report.tables import Column, Spread, Table
     from metacal.training import checkpoint
     from metacal.training.curvature_monitor import curvature_values
-    from metacal.training.folder import check_run
+    from metacal.training.folder import check_run, recorded_config
     from metacal.training.setup import build_backbone, choose_device, curvature_loss, fixed_subset, prepare_data
 
     folder = check_run(arguments.run)
-    saved = [(file, checkpoint.load(file)) for file in folder.last.parent.glob("*.pt")]
-    require(bool(saved), f"{arguments.run} has no checkpoint yet")
-    states = sorted((_epoch(state), file.name, state["backbone"]) for file, state in saved)
-    config = compose([], folder.config)
+    files = sorted(folder.last.parent.glob("*.pt"))
+    require(bool(files), f"{arguments.run} has no checkpoint yet")
+    states = []
+    for file in files:
+        try:
+            state = checkpoint.load(file)
+        except InputError as error:
+            note(f"left out: {error}")
+            continue
+        states.append((checkpoint.epoch_of(state), file.name, state["backbone"]))
+    require(bool(states), f"{arguments.run} has no checkpoint that is whole")
+    config = recorded_config(folder, state)
     device = choose_device(arguments.device)
     data = prepare_data(config, device)
     backbone = build_backbone(config, data, device)
     x, y = fixed_subset(getattr(data, arguments.split), arguments.subset, "curvature")
     found = {}
     starts: dict = {}
-    for epoch, name, weights in states:
+    for epoch, name, weights in sorted(states, key=lambda state: state[:2]):
         checkpoint.load_weights(backbone, weights, name)
         values = curvature_values(
             backbone,
@@ -86,8 +92,3 @@ def curvature_command(argv: Sequence[str]) -> int:
     ]
     print(Table(columns, rows, "checkpoint", notes=notes))
     return 0
-
-
-def _epoch(state: dict[str, Any]) -> int:
-    """The epoch after which a checkpoint was written."""
-    return int(state["progress"]["epoch"] if "progress" in state else state["epoch"])

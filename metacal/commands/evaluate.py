@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from metacal.errors import InputError, require
+from metacal.errors import InputError, note, require
 from metacal.jsonio import to_json
 
 if TYPE_CHECKING:
@@ -240,10 +240,13 @@ def _member(what: str, arguments: argparse.Namespace) -> tuple[Predictions, Pred
         return Predictions.load(what), None
     folder = check_run(what)
     files = {name: folder.path / "predictions" / f"{name}.npz" for name in ("val", "test")}
+    found = None
     if arguments.checkpoint == "best" and folder.finished and all(file.is_file() for file in files.values()):
-        found = {name: Predictions.load(file) for name, file in files.items()}
-    else:
-        found = predict_run(what, arguments.device, arguments.checkpoint)
+        try:
+            found = {name: Predictions.load(file) for name, file in files.items()}
+        except InputError as error:
+            note(f"{error}; the predictions are made again from the checkpoint")
+    found = found or predict_run(what, arguments.device, arguments.checkpoint)
     return found[arguments.split], found["val"] if arguments.split == "test" else None
 
 
@@ -268,10 +271,9 @@ def _pooled_val(
 
 def _val_split(what: str) -> tuple[Any, ...]:
     """What decides which samples are in val, beside the data themselves."""
-    from metacal.compose import compose
-    from metacal.training.folder import check_run
+    from metacal.training.folder import check_run, recorded_config
 
-    config = compose([], check_run(what).config)
+    config = recorded_config(check_run(what))
     d = config.data
     return config.seed if d.split_seed is None else d.split_seed, d.val_size, d.test_size
 

@@ -60,15 +60,15 @@ def _resume(config: Config, words: Sequence[str]) -> int:
 
     Other words may repeat what the run was started with, or say where it runs now (device, threads, progress).
     """
-    from metacal.compose import compose
-    from metacal.training.folder import NOT_IN_NAME, check_run
+    from metacal.training.checkpoint import load
+    from metacal.training.folder import NOT_IN_NAME, check_run, recorded_config
     from metacal.training.run import run
 
     folder = check_run(config.resume or "")
     require(not folder.finished, f"{folder.path} is finished: there is nothing to resume")
     require(folder.last.is_file(), f"{folder.path} has no checkpoint yet: run its command again instead")
     require(not config.overwrite, "resume=RUN goes on and overwrite=true starts over: give one of them")
-    own = compose([], folder.config)
+    own = recorded_config(folder, load(folder.last))
     for key in (word.lstrip("+~").split("=", 1)[0] for word in words):
         if key in NOT_IN_NAME - {"method", "seed"}:
             setattr(own, key, getattr(config, key))

@@ -9,7 +9,7 @@ from typing import Any
 from metacal.report.runs import Group, Run
 from metacal.report.settings import show_value
 
-__all__ = ["test_note", "unequal_conditions", "unequal_data", "unequal_times"]
+__all__ = ["test_note", "unequal_conditions", "unequal_data", "unequal_times", "unread_lines"]
 
 _NAMED = 3  # groups that are named with a value, before "and 9 more"
 
@@ -106,6 +106,16 @@ def unequal_times(groups: Sequence[Group]) -> list[str]:
     if len({run.versions for run in runs}) > 1:
         out.append("The runs were made by different versions, listed with them.")
     return out
+
+
+def unread_lines(groups: Sequence[Group]) -> list[str]:
+    """Lines of metrics.jsonl that are damaged: curves and step costs lack them."""
+    runs = [run for g in groups for run in g.runs if run.unread]
+    return [
+        f"Left out of curves and step costs: line {', '.join(map(str, run.unread))} of {run.path / 'metrics.jsonl'}, "
+        "which cannot be read."
+        for run in runs
+    ]
 
 
 def _unequal(what: str, groups: Sequence[Group], value: Callable[[Group], Any]) -> str:

@@ -246,6 +246,7 @@ class RunComparison:
             *caveats.unequal_conditions(self.groups),
             *caveats.unequal_data(self.groups),
             *caveats.unequal_times(self.groups),
+            *caveats.unread_lines(self.groups),
             *(f"Left out: {path}: {reason}." for path, reason in self.left_out),
         ]
 

@@ -25,6 +25,7 @@ from metacal.config import Config
 from metacal.errors import InputError, require
 from metacal.predictions import Predictions
 from metacal.report.settings import flat_settings, is_bookkeeping, short_names, show_value, telling
+from metacal.training.folder import RunFolder, read_metrics
 
 __all__ = ["Group", "LeftOut", "Run", "find_runs", "group_runs", "load_runs", "require_same_samples"]
 
@@ -118,20 +119,21 @@ class Run:
     def series(self) -> dict[str, dict[int, float]]:
         """metrics.jsonl as ``split/measure`` -> step -> value; lines that cannot be read are skipped."""
         found: dict[str, dict[int, float]] = {}
-        try:
-            lines = (self.path / "metrics.jsonl").read_text(errors="replace").splitlines()
-        except OSError:
-            return found
-        for text in lines:
-            try:
-                line = json.loads(text)
-                step, split = int(line.pop("step")), line.pop("split")
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
+        for line in self._metrics[0]:
+            step, split = line["step"], line["split"]
             for name, value in line.items():  # val/epoch counts the epochs that are done
-                if isinstance(value, int | float):
+                if isinstance(value, int | float) and name != "step":
                     found.setdefault(f"{split}/{name}", {})[step] = float(value)
         return found
+
+    @property
+    def unread(self) -> Sequence[int]:
+        """The numbers of the lines of metrics.jsonl that cannot be read."""
+        return self._metrics[1]
+
+    @cached_property
+    def _metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
+        return read_metrics(self.path / "metrics.jsonl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,9 +245,8 @@ def _load_run(path: Path, defaults: Mapping[str, Any]) -> Run:
     if not (path / "summary.json").is_file():
         raise InputError(_how_far(path, config))
     try:
-        summary = json.loads((path / "summary.json").read_text())
-        summary["method"], int(summary["seed"]), summary["data"]["fingerprint"]
-    except (ValueError, KeyError, TypeError):
+        summary = RunFolder(path).read_summary()
+    except InputError:
         raise InputError("its summary.json is damaged or not that of a run") from None
     settings = {**defaults, **flat_settings(config)}
     return Run(

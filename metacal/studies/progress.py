@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from metacal.studies.grid import Job
+from metacal.training.folder import read_line
 
 __all__ = ["Board", "RunState", "choose_rows", "progress_table"]
 
@@ -76,22 +76,20 @@ class RunState:
             return
         whole = chunk[: chunk.rfind(b"\n") + 1]
         self._offset += len(whole)
-        for text in whole.splitlines():
+        for text in whole.split(b"\n"):
             self._take(text)
         if self.state == "running" and self._per_epoch:
             self._latest = (now, self.fraction)
             self._first = self._first or self._latest
 
     def _take(self, text: bytes) -> None:
-        try:
-            line = json.loads(text)
-            step, epoch, split = int(line["step"]), int(line["epoch"]), line["split"]
-        except (ValueError, KeyError, TypeError):  # a line that a killed run left half written
+        line = read_line(text)
+        if line is None:  # a killed run left it half written
             return
-        self._step, self.epoch = step, epoch
-        if split == "val" and "nll" in line:
+        self._step, self.epoch = line["step"], line["epoch"]
+        if line["split"] == "val" and "nll" in line:
             self.values = {name: line[name] for name in SHOWN if line.get(name) is not None}
-            self._per_epoch = step / max(epoch, 1)
+            self._per_epoch = self._step / max(self.epoch, 1)
 
     @property
     def fraction(self) -> float:

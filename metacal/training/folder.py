@@ -10,16 +10,17 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from metacal.compose import compose, read_yaml
+from metacal.compose import parse_config, read_config, read_yaml
 from metacal.config import Config
-from metacal.errors import InputError, require
+from metacal.errors import InputError, note, require
 from metacal.jsonio import to_json
+from metacal.training import checkpoint
 from metacal.training.checkpoint import write_atomically
 
 __all__ = [
@@ -28,6 +29,9 @@ __all__ = [
     "check_run",
     "differing_keys",
     "folder_of",
+    "read_line",
+    "read_metrics",
+    "recorded_config",
     "require_same_config",
     "run_name",
     "versions",
@@ -83,7 +87,12 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        return self.summary.is_file()
+        """Whether the run ended and its summary can be read; a damaged one is made again from the last checkpoint."""
+        try:
+            self.read_summary()
+        except InputError:
+            return False
+        return True
 
     @property
     def interrupted(self) -> bool:
@@ -95,8 +104,9 @@ class RunFolder:
         Raises:
             InputError: with the reason that the system gives, or because somebody else's files lie there.
         """
-        theirs = self.config.is_file() and not {"method", "gamma", "meta"} <= _keys_of(self.config)
-        if theirs or (not self.config.is_file() and any((self.path / "checkpoints").glob("*"))):
+        ours = {"method", "gamma", "meta"} <= _keys_of(self.config)
+        files = self.config.is_file() or any((self.path / "checkpoints").glob("*"))
+        if files and not ours and self.read_checkpoint() is None:
             raise InputError(f"{self.path} holds files that are not a metacal run's; choose another folder")
         try:
             (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -161,7 +171,38 @@ class RunFolder:
         write_atomically(self.summary, lambda file: file.write(text.encode() + b"\n"))
 
     def read_summary(self) -> dict[str, Any]:
-        return json.loads(self.summary.read_text())
+        """What the run wrote when it ended.
+
+        Raises:
+            InputError: there is no summary, or it is damaged.
+        """
+        try:
+            summary = json.loads(self.summary.read_bytes())
+            summary["method"], int(summary["seed"]), summary["data"]["fingerprint"]
+        except FileNotFoundError:
+            raise InputError(f"{self.path} has no summary.json: the run has not ended") from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            raise InputError(f"{self.summary} is damaged or not that of a run") from None
+        return summary
+
+    def read_config(self) -> Config:
+        """The config in config.yaml.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        missing = _SECTIONS - _keys_of(self.config)
+        require(not missing, f"{self.config} is damaged: it has no {', '.join(sorted(missing))}")
+        return read_config(self.config)
+
+    def read_checkpoint(self) -> dict[str, Any] | None:
+        """The last checkpoint, or else the best; None where neither can be read."""
+        for file in (self.last, self.best):
+            try:
+                return checkpoint.load(file)
+            except InputError:
+                continue
+        return None
 
 
 def folder_of(config: Config, overrides: Sequence[str], config_file: str | None = None) -> RunFolder:
@@ -189,6 +230,9 @@ def folder_of(config: Config, overrides: Sequence[str], config_file: str | None 
     return RunFolder(Path(config.runs) / inside / f"seed{config.seed}")
 
 
+_SECTIONS = {"method", "data", "model", "loss", "gamma", "optimizer", "schedule", "meta", "monitor"}  # of every config
+
+
 def differing_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     """The dotted keys whose values differ between two resolved configs, those of `NOT_IN_NAME` left out."""
     keys: list[str] = []
@@ -203,19 +247,80 @@ def differing_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
     return keys
 
 
+def recorded_config(folder: RunFolder, state: Mapping[str, Any] | None = None) -> Config:
+    """The config that a run was started with: the copy in its checkpoint's `state` before what config.yaml says.
+
+    Where config.yaml cannot be read or says something else than the copy, that is told. Without `state` a checkpoint
+    is only looked at if config.yaml cannot be read.
+
+    Raises:
+        InputError: neither is there.
+    """
+    trouble, said = "", None
+    try:
+        said = folder.read_config()
+    except InputError as error:
+        trouble, state = str(error), state or folder.read_checkpoint()
+    copy = state.get("config") if state is not None else None
+    if not copy:  # of a run that is older than these copies
+        require(said is not None, f"{trouble}, and no checkpoint of {folder.path} has a copy of it")
+        assert said is not None
+        return said
+    config = parse_config(copy, f"the config in a checkpoint of {folder.path}")
+    if said is not None and (keys := differing_keys(asdict(said), asdict(config))):
+        trouble = f"{folder.config} was changed or damaged: another {', '.join(keys)}"
+    if trouble:
+        note(f"{trouble}; the checkpoint's copy of the config is taken")
+    return config
+
+
 def require_same_config(config: Config, folder: RunFolder) -> None:
     """A run is gone on with, or its results reused, only under the config that it was started with.
 
     Raises:
         InputError: naming the keys that differ.
     """
-    old = asdict(compose([], folder.config))
-    if keys := differing_keys(old, asdict(config)):
-        state = "a finished" if folder.finished else "an interrupted"
+    own = asdict(config)
+    keys = differing_keys(asdict(recorded_config(folder)), own)
+    if keys and (state := folder.read_checkpoint()) is not None:  # config.yaml may be damaged
+        keys = differing_keys(asdict(recorded_config(folder, state)), own)
+    if keys:
+        state_of = "a finished" if folder.finished else "an interrupted"
         how = "choose another name=…" if folder.finished else f"go on with it by {shlex.quote(f'resume={folder.path}')}"
         raise InputError(
-            f"{folder.path} holds {state} run with another {', '.join(keys)}; {how}, or start over with overwrite=true"
+            f"{folder.path} holds {state_of} run with another {', '.join(keys)}; {how}, or start over with "
+            "overwrite=true"
         )
+
+
+def read_line(text: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl: `step`, `epoch`, `split`, and numbers or None by name; None where it cannot be read."""
+    try:
+        line = json.loads(text)
+        split = line.pop("split")
+        good = isinstance(split, str) and isinstance(line["step"], int) and isinstance(line["epoch"], int)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    good = good and all(value is None or isinstance(value, int | float) for value in line.values())
+    return {**line, "split": split} if good else None
+
+
+def read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The lines of a metrics.jsonl, and the numbers (from 1) of those that cannot be read; none where there is no file.
+
+    Raises:
+        InputError: the file is there and cannot be opened.
+    """
+    try:
+        texts = file.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    lines = [read_line(text) for text in texts]
+    return [line for line in lines if line is not None], [
+        number for number, (text, line) in enumerate(zip(texts, lines), 1) if line is None and text.strip()
+    ]
 
 
 def _keys_of(path: Path) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from metacal.compose import to_yaml
 from metacal.config import Config
-from metacal.errors import RunError
+from metacal.errors import RunError, note
 from metacal.training import dashboards
+from metacal.training.folder import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,11 +36,16 @@ class RunLog:
 
     A line of metrics.jsonl is ``{"step": …, "epoch": …, "split": …, name: value, …}``; the same value is called
     ``split/name`` in TensorBoard. Values that are not finite become null, since JSON has no NaN.
+
+    Args:
+        step: that the run starts or goes on at.
+        resume: what `state_dict` gave at that step; None starts anew.
     """
 
-    def __init__(self, folder: Path | None, resume: Mapping[str, int] | None = None) -> None:
+    def __init__(self, folder: Path | None, step: int = 0, resume: Mapping[str, Any] | None = None) -> None:
         self.history: list[dict[str, float]] = []  # what each validation logged, in memory
         self.figures_wait = False  # figures were due and too dear
+        self._folder = folder
         self._writer: Any = None
         self._file: Any = None
         self._tags: set[str] = set()
@@ -49,29 +56,63 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter  # about a second to import
 
         path = folder / "metrics.jsonl"
-        purge = 0  # the mark of a start: TensorBoard discards what came later only at a run's second one
         if resume is None:
             path.write_bytes(b"")
         else:
-            purge = resume["step"] + 1
-            # What was logged after the checkpoint is logged again by the resumed run.
-            with open(path, "ab") as file:
-                file.truncate(min(resume["metrics_bytes"], path.stat().st_size))
-            self._tags = _tags_in(path)
+            self._go_back(path, resume)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
-        self._writer = SummaryWriter(str(folder), purge_step=purge, flush_secs=30)
+        # The mark of a start: TensorBoard discards what came later, at a run's second one.
+        self._writer = SummaryWriter(str(folder), purge_step=0 if resume is None else step + 1, flush_secs=30)
 
-    @property
-    def metrics_bytes(self) -> int:
-        """How long metrics.jsonl is: a checkpoint stores it, so that a resumed run cuts what came later.
+    def _go_back(self, path: Path, state: Mapping[str, Any]) -> None:
+        """To what `state_dict` saw. What was logged after it goes, since it is logged again: in both files."""
+        assert self._folder is not None
+        with open(path, "ab") as file:
+            lost = state["metrics_bytes"] - file.tell()
+            file.truncate(min(state["metrics_bytes"], file.tell()))
+        with open(path, "r+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.write(b"\n")
+        if lost > 0:
+            note(f"{path} has lost its last {lost} bytes: what they held is missing from the curves")
+        if damaged := read_metrics(path)[1]:
+            note(f"{path}: line {', '.join(map(str, damaged))} cannot be read: the curves lack what they hold")
+        if "events" not in state:  # of an older run: TensorBoard discards what came later by the mark of the start
+            return
+        for file in self._event_files():
+            if file.name not in state["events"]:
+                file.unlink()
+            elif file.stat().st_size > state["events"][file.name]:
+                os.truncate(file, state["events"][file.name])
+        self._tags = set(state["tags"])
+        self._layout = dashboards.layout(self._tags) if self._event_files() else {}
+        self.figures_wait = state["figures_wait"]
+        self._began -= state["elapsed"]
+        self._drawing, self._drawn = state["drawing"], state["drawn"]
 
-        All that was logged until now is on its way to the disk when this returns, in TensorBoard's file too.
+    def _event_files(self) -> list[Path]:
+        return [] if self._folder is None else sorted(self._folder.glob("events.out.tfevents.*"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on logging as if it had never stopped; empty without a folder.
+
+        All that was logged until now is on its way to the disk when this returns.
         """
         if self._file is None:
-            return 0
+            return {}
         self._file.flush()
         self._writer.flush()
-        return self._file.tell()
+        return {
+            "metrics_bytes": self._file.tell(),
+            "events": {file.name: file.stat().st_size for file in self._event_files()},
+            "tags": sorted(self._tags),
+            "figures_wait": self.figures_wait,
+            "elapsed": time.perf_counter() - self._began,
+            "drawing": self._drawing,
+            "drawn": self._drawn,
+        }
 
     def scalars(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         """Log ``split/name`` → value."""
@@ -196,16 +237,6 @@ class RunLog:
             self._file.close()
             self._writer.close()
             self._file = self._writer = None
-
-
-def _tags_in(path: Path) -> set[str]:
-    """The names that metrics.jsonl holds, as ``split/measure``."""
-    tags: set[str] = set()
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            entry = json.loads(line)
-            tags |= {f"{entry['split']}/{name}" for name in entry.keys() - {"step", "epoch", "split"}}
-    return tags
 
 
 class ConsoleLog:

@@ -85,6 +85,7 @@ def train(
     if running is not None and p.running:
         running.load_state_dict(p.running)
     best = _best_weights(folder, p)
+    config_text = "" if folder is None else (folder / "config.yaml").read_text()  # each checkpoint has a copy
     meta_stream: Iterator[tuple[Tensor, ...]] | None = None
     started = time.perf_counter() - p.seconds
     console.start(p.step)
@@ -94,7 +95,7 @@ def train(
         p.running = {} if running is None else running.state_dict()
         require_finite_weights(parts.backbone, p.step, folder)
         if folder is not None:
-            checkpoint.save(folder / "checkpoints" / "last.pt", complete_state(parts, p, watch, log))
+            checkpoint.save(folder / "checkpoints" / "last.pt", complete_state(parts, p, watch, log, config_text))
 
     while p.epoch < config.epochs:
         for x, y in train_batches.epoch(p.epoch, start=p.batch):
@@ -149,18 +150,20 @@ def train(
                 p.best_nll, p.best_epoch = values["val/nll"], p.epoch
                 best = {k: v.detach().clone() for k, v in parts.backbone.state_dict().items()}
                 if folder is not None:
-                    _save_weights(folder, "best", best, p)
+                    _save_weights(folder, "best", best, p, config_text)
             console.epoch(
                 p.epoch,
                 {k.removeprefix("val/"): v for k, v in values.items()},
                 ("accuracy", "nll", "ece"),
             )
         if folder is not None and config.keep_every and p.epoch % config.keep_every == 0:
-            _save_weights(folder, f"epoch{p.epoch:04d}", parts.backbone.state_dict(), p)
+            _save_weights(folder, f"epoch{p.epoch:04d}", parts.backbone.state_dict(), p, config_text)
         if p.epoch == config.epochs or p.epoch * per_epoch % save_every == 0 or save_every < per_epoch:
             save()
     p.seconds = time.perf_counter() - started
-    if state.val is not None and config.monitor.figures_every:
+    if config.monitor.figures_every:
+        if state.val is None:  # the run had stopped after its last validation
+            state.val, state.epoch = predict(parts.backbone, parts.val.epoch(0)), p.epoch
         log.figures(_figures(config, state, running), p.step)
     console.stop()
     return p, best
@@ -279,11 +282,12 @@ def _figures(config: Config, state: State, running: RunningMeasures | None) -> d
     return figures
 
 
-def complete_state(parts: Parts, p: Progress, watch: Watch, log: RunLog) -> dict[str, Any]:
+def complete_state(parts: Parts, p: Progress, watch: Watch, log: RunLog, config_text: str = "") -> dict[str, Any]:
     """Everything that decides the rest of the run, as tensors and plain Python."""
     return {
+        "config": config_text,
         "progress": asdict(p),
-        "metrics_bytes": log.metrics_bytes,
+        "log": log.state_dict(),
         "backbone": parts.backbone.state_dict(),
         "gamma": parts.gamma.state_dict() if parts.gamma is not None else None,
         "optimizer": parts.optimizer.state_dict(),
@@ -314,8 +318,9 @@ def restore(parts: Parts, watch: Watch, state: Mapping[str, Any], where: str) ->
     return Progress(**state["progress"])
 
 
-def _save_weights(folder: Path, name: str, weights: Mapping[str, Tensor], p: Progress) -> None:
-    checkpoint.save(folder / "checkpoints" / f"{name}.pt", {"backbone": dict(weights), "epoch": p.epoch})
+def _save_weights(folder: Path, name: str, weights: Mapping[str, Tensor], p: Progress, config_text: str) -> None:
+    state = {"config": config_text, "backbone": dict(weights), "epoch": p.epoch}
+    checkpoint.save(folder / "checkpoints" / f"{name}.pt", state)
 
 
 def _best_weights(folder: Path | None, p: Progress) -> dict[str, Tensor]:

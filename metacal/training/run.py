@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from rich.console import Console
 from metacal.compose import to_yaml
 from metacal.config import Config
 from metacal.data import Batches, Data
-from metacal.errors import InputError
+from metacal.errors import InputError, note, require
 from metacal.report.report import Report, predict
 from metacal.report.tables import comparison
 from metacal.training import checkpoint
@@ -108,6 +108,12 @@ def _finished(config: Config, folder: RunFolder, reuse: bool) -> Outcome | None:
         InputError: a finished run that is not to be reused, or a run of another config.
     """
     if config.overwrite or not (folder.finished or folder.interrupted):
+        # Of a run that ended nothing is wiped unless asked for, even if it cannot be read.
+        require(
+            config.overwrite or not folder.summary.exists(),
+            f"{folder.summary} is damaged, and there is no checkpoint to make it again from; start over with "
+            "overwrite=true",
+        )
         return None
     if folder.finished and not reuse:
         look = shlex.join(["metacal", "evaluate", str(folder.path)])
@@ -133,8 +139,9 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
         torch.manual_seed(config.seed)  # what dropout draws from
     else:
         command = folder.read_command() or command
+        _mend(folder, state)
 
-    log = RunLog(folder.path, {"step": progress.step, "metrics_bytes": state["metrics_bytes"]} if state else None)
+    log = RunLog(folder.path, progress.step, state and state.get("log", state))  # older ones: beside the rest
     console = ConsoleLog(
         f"{config.method} seed {config.seed}",
         config.epochs * len(parts.train),
@@ -158,6 +165,15 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
         console.stop()
         log.close()
     return Outcome(folder, summary, status=0)
+
+
+def _mend(folder: RunFolder, state: Mapping[str, Any]) -> None:
+    """Write again what a checkpoint holds a copy of, and say what was damaged."""
+    if folder.summary.exists():
+        note(f"{folder.summary} is damaged; it is made again")
+    copy = state.get("config")
+    if copy and folder.config.read_bytes() != copy.encode():
+        folder.write_config(copy)
 
 
 def build_watch(config: Config, parts: Parts) -> Watch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from metacal.predictions import Predictions
 __all__ = ["RunningMeasures"]
 
 _TOGETHER = 20  # batches that are binned at once: one wait for the device, one pass of small operations
-_KEPT = 1000  # samples that are kept for histograms and figures, at least
+_RECENT = 1000  # samples that histograms and figures of gamma show
 # Sums are whole numbers of 2^-30: exact in any order, so that a resumed run logs the same digits.
 _UNIT = 2.0**30
 _WORST = 1e6  # nats; a label of probability 0 counts as this
@@ -34,7 +33,7 @@ class RunningMeasures:
     def __init__(self, n_bins: int = 15) -> None:
         self.n_bins = n_bins
         self._pending: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        self._recent: deque[tuple[Tensor, Tensor, Tensor]] = deque()
+        self._recent: tuple[Tensor, ...] = ()  # gamma, confidence and correctness of the last samples
         self._clear()
 
     def _clear(self) -> None:
@@ -61,11 +60,13 @@ class RunningMeasures:
         self._correct += torch.bincount(index[p.correct], minlength=self.n_bins)
         self._confidence.index_add_(0, index, (p.confidence * _UNIT).round().long())
         self._nll += int((p.log_likelihood.clamp(min=-_WORST) * -_UNIT).round().long().sum())
-        if all(gamma is not None for gamma in gammas):
-            gamma = torch.cat([gamma.float().flatten() for gamma in gammas]).cpu()
-            self._recent.append((gamma, p.confidence, p.correct))
-            while sum(len(window[0]) for window in self._recent) - len(self._recent[0][0]) >= _KEPT:
-                self._recent.popleft()
+        # Batch by batch, so that when they are folded, as a checkpoint does, changes nothing.
+        sizes = [len(batch) for batch in labels]
+        for gamma, *of_samples in zip(gammas, p.confidence.split(sizes), p.correct.split(sizes)):
+            if gamma is not None:
+                batch = (gamma.float().flatten().cpu(), *of_samples)
+                joined = [torch.cat(pair) for pair in zip(self._recent, batch)] if self._recent else batch
+                self._recent = tuple(values[-_RECENT:] for values in joined)
 
     def values(self) -> dict[str, float]:
         """``train/accuracy``, ``train/nll`` (nats), ``train/ece``, ``train/confidence``; the next ones start anew."""
@@ -84,11 +85,11 @@ class RunningMeasures:
         return found
 
     def gammas(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Gamma, confidence and correctness (n,) of about the last thousand samples; None if they share one gamma."""
+        """Gamma, confidence and correctness (n,) of the last thousand samples; None if they share one gamma."""
         self._fold()
         if not self._recent:
             return None
-        gamma, confidence, correct = (torch.cat(parts) for parts in zip(*self._recent))
+        gamma, confidence, correct = self._recent
         return gamma, confidence, correct
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,6 +100,7 @@ class RunningMeasures:
             "correct": self._correct.tolist(),
             "confidence": self._confidence.tolist(),
             "nll": self._nll,
+            "recent": [values.tolist() for values in self._recent],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -106,3 +108,5 @@ class RunningMeasures:
         self._correct = torch.tensor(state["correct"])
         self._confidence = torch.tensor(state["confidence"])
         self._nll = int(state["nll"])
+        dtypes = (torch.float32, torch.float64, torch.bool)
+        self._recent = tuple(torch.tensor(v, dtype=dtype) for v, dtype in zip(state.get("recent", ()), dtypes))

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from metacal.compose import compose
 from metacal.config import Config
 from metacal.data import Data
-from metacal.errors import require
+from metacal.errors import note, require
 from metacal.models import Backbone
 from metacal.predictions import Predictions
 from metacal.report.report import predict
 from metacal.training import checkpoint
-from metacal.training.folder import check_run
+from metacal.training.folder import check_run, recorded_config
 from metacal.training.setup import build_backbone, choose_device, evaluation_batches, prepare_data
 
 __all__ = ["SavedRun", "load_run", "predict_run"]
@@ -36,9 +35,12 @@ def load_run(path: str | Path, device_name: str = "auto", which: str = "best") -
     folder = check_run(path)
     file = folder.best if which == "best" else folder.last
     require(file.is_file(), f"{path} has no checkpoint yet (checkpoints/{file.name})")
-    config = compose([], folder.config)
     device = choose_device(device_name)
+    state = checkpoint.load(file, device)
+    config = recorded_config(folder, state)
     data = prepare_data(config, device)
+    if folder.summary.exists() and not folder.finished:
+        note(f"{folder.summary} is damaged: whether the data are those of the run is not checked")
     if folder.finished:
         was = folder.read_summary()["data"]["fingerprint"]
         require(
@@ -47,7 +49,7 @@ def load_run(path: str | Path, device_name: str = "auto", which: str = "best") -
             f"was {was}): {config.data.path or config.data.name} has changed",
         )
     backbone = build_backbone(config, data, device)
-    checkpoint.load_weights(backbone, checkpoint.load(file, device)["backbone"], str(file))
+    checkpoint.load_weights(backbone, state["backbone"], str(file))
     return SavedRun(config, data, backbone)
 
 

@@ -32,6 +32,28 @@ def test_a_failing_save_keeps_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
 
 
+def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_last_good_one_named(tmp_path):
+    path = tmp_path / "last.pt"
+    checkpoint.save(path, {"a": torch.arange(50.0), "progress": {"epoch": 3}})
+    checkpoint.save(tmp_path / "best.pt", {"a": torch.arange(2.0), "epoch": 2})
+    torch.load(path, weights_only=True)  # the digest is an archive's comment, which nobody minds
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"the last good one is .*best\.pt, of epoch 2"):
+            checkpoint.load(path)
+    (tmp_path / "best.pt").write_bytes(b"")
+    with pytest.raises(InputError, match="no other one there is whole: start the run again"):
+        checkpoint.load(path)
+
+
+def test_a_checkpoint_without_a_digest_is_one_of_an_older_run(tmp_path):
+    torch.save({"format": 1, "a": torch.ones(2)}, tmp_path / "old.pt")
+    assert torch.equal(checkpoint.load(tmp_path / "old.pt")["a"], torch.ones(2))
+
+
 def test_truncated_missing_or_foreign_files_are_named(tmp_path):
     path = tmp_path / "c.pt"
     checkpoint.save(path, {"a": torch.ones(1000)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from reference.event_files import logged_events
 
 from metacal.cli import main
 from metacal.training import checkpoint
@@ -45,7 +47,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     """Bit for bit: weights, gamma source, optimizers, generators, predictions and logged numbers."""
     for name in ("last.pt", "best.pt"):
         left, right = checkpoint.load(a / "checkpoints" / name), checkpoint.load(b / "checkpoints" / name)
-        left.pop("metrics_bytes", None), right.pop("metrics_bytes", None)
+        left.pop("log", None), right.pop("log", None)  # sizes of files and times
         for state in (left, right):
             if "progress" in state:
                 state["progress"].pop("seconds"), state["progress"]["sums"].pop("ms", None)
@@ -178,7 +180,7 @@ def test_json_has_no_infinity(tmp_path, capsys):
 
 
 def start(folder: Path, *more: str) -> subprocess.Popen:
-    words = [*WORDS, f"run_dir={folder}", "checkpoint_every=0.2", *more]
+    words = [*STOPPED, f"run_dir={folder}", *more]
     return subprocess.Popen(
         [sys.executable, "-m", "metacal", "train", *words],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -196,20 +198,43 @@ def wait_for_checkpoint(process: subprocess.Popen, folder: Path) -> None:
         time.sleep(0.001)
 
 
+STOPPED = [*WORDS, "checkpoint_every=0.2", "epochs=12", "monitor.figures_every=5", "monitor.max_share=null"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that was never stopped, with enough epochs that a signal comes before the end."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert main(["train", *STOPPED, f"run_dir={folder}"]) == 0
+    return folder
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_resumes_bit_for_bit(number, tmp_path):
-    # Enough epochs that the signal comes before the end.
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert main(["train", *WORDS, "checkpoint_every=0.2", "epochs=12", f"run_dir={whole}"]) == 0
-    process = start(stopped, "epochs=12")
+def test_a_stopped_run_resumes_bit_for_bit(number, whole, tmp_path):
+    stopped = tmp_path / "stopped"
+    process = start(stopped)
     wait_for_checkpoint(process, stopped)
     process.send_signal(number)
     out, _ = process.communicate(timeout=120)
     assert not (stopped / "summary.json").exists(), "the run ended before the signal: give it more epochs"
     if number != signal.SIGKILL:
         assert process.returncode == 130 and "resume=" in out
-    assert main(["train", *WORDS, "checkpoint_every=0.2", "epochs=12", f"resume={stopped}"]) == 0
+    assert main(["train", *STOPPED, f"resume={stopped}"]) == 0
     assert_same_run(whole, stopped)
+    assert logged_events(whole) == logged_events(stopped)
+
+
+def test_a_run_stopped_while_it_measured_test_logs_nothing_twice(whole, tmp_path):
+    stopped = tmp_path / "stopped"
+    shutil.copytree(whole, stopped)
+    (stopped / "summary.json").unlink()
+    assert main(["train", f"resume={stopped}"]) == 0
+    assert_same_run(whole, stopped)
+    events = logged_events(stopped)
+    assert events == logged_events(whole)
+    assert len(events["test/reliability"]) == len(events["test/ece"]) == 1
+    assert [step for step, _ in events["val/reliability"]] == [40, 80, 96]
+    assert len(events["gamma/values"]) == 12 and len(events["gamma/against_confidence"]) == 3
 
 
 def test_an_interrupted_run_goes_on_only_under_its_own_config(finished, tmp_path, capsys):

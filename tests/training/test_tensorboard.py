@@ -102,11 +102,11 @@ def unfinished_run(folder: Path) -> None:
     log.start(compose(["method=focal", "gamma.value=2", "seed=5"]), "metacal train method=focal")
     for step in (5, 10):
         log.scalars({"train/loss": float(step), "penalty/margin_tail": 1.0}, step, 0)
-    checkpoint = {"step": 10, "metrics_bytes": log.metrics_bytes}
+    checkpoint = log.state_dict()
     for step in (15, 20):
         log.scalars({"train/loss": float(step), "val/ece": 0.5}, step, 0)
     log.close()
-    log = RunLog(folder, checkpoint)
+    log = RunLog(folder, 10, checkpoint)
     for step in (15, 20):
         log.scalars({"train/loss": -float(step), "val/ece": 0.25}, step, 0)
     log.close()

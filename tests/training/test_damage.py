@@ -1,0 +1,151 @@
+"""Damaged files of a run: a resume and an evaluate go on where a copy is left, and say what they left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from metacal.cli import main
+from metacal.training import checkpoint
+from metacal.training.folder import read_line, read_metrics
+
+WORDS = ["method=gamma_net", "model.hidden=[8]", "data.train_size=200", "epochs=2", "monitor.resamples=0", "threads=1"]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    assert main(["train", *WORDS, f"run_dir={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(ended, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(ended, tmp_path / "run"))
+
+
+def evaluated(run: Path, capsys) -> tuple[dict, str]:
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--json", "--resamples", "0"]) == 0
+    captured = capsys.readouterr()
+    return json.loads(captured.out), captured.err
+
+
+DAMAGES = {
+    "half": lambda text: text[: len(text) // 2],
+    "empty": lambda text: b"",
+    "no YAML": lambda text: text.replace(b":", b"\x00", 1),
+    "another value": lambda text: text.replace(b"lr: 0.1", b"lr: 0.9"),
+    "another key": lambda text: text.replace(b"epochs:", b"epochz:", 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_config_is_taken_from_the_checkpoint(damage, run, capsys):
+    config = run / "config.yaml"
+    whole, expected = config.read_bytes(), evaluated(run, capsys)[0]
+    config.write_bytes(DAMAGES[damage](whole))
+    assert config.read_bytes() != whole
+    found, said = evaluated(run, capsys)
+    assert found == expected
+    assert "config.yaml" in said and said.endswith("the checkpoint's copy of the config is taken\n")
+    (run / "summary.json").unlink()
+    if damage == "half":  # the same command again rather than resume=
+        assert main(["train", *WORDS, f"run_dir={run}"]) == 0
+    else:
+        assert main(["train", f"resume={run}"]) == 0
+    assert "the checkpoint's copy" in capsys.readouterr().err
+    assert config.read_bytes() == whole
+    assert evaluated(run, capsys) == (expected, "")
+
+
+def test_without_a_copy_a_damaged_config_is_named(run, capsys):
+    for file in (run / "checkpoints").glob("*.pt"):
+        state = checkpoint.load(file)
+        del state["config"]
+        checkpoint.save(file, state)
+    assert main(["evaluate", str(run), "--resamples", "0"]) == 0
+    (run / "config.yaml").write_bytes(b"")
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--resamples", "0"]) == 2
+    assert "config.yaml is damaged: it has no data, gamma" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"method": "gam', "", "[]", "{}", "[" * 10_000])
+def test_a_damaged_summary_is_made_again(text, run, capsys):
+    expected = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(text)
+    _, said = evaluated(run, capsys)
+    assert "summary.json is damaged: whether the data are those of the run is not checked" in said
+    assert main(["train", *WORDS, f"run_dir={run}"]) == 0
+    assert "summary.json is damaged; it is made again" in capsys.readouterr().err
+    again = json.loads((run / "summary.json").read_text())
+    assert {k: v for k, v in again.items() if k.startswith("test/")} == {
+        k: v for k, v in expected.items() if k.startswith("test/")
+    }
+    # Without a checkpoint to make it from, what is left of the run is not wiped.
+    (run / "summary.json").write_text(text)
+    (run / "checkpoints" / "last.pt").unlink()
+    assert main(["train", *WORDS, f"run_dir={run}"]) == 2
+    assert "no checkpoint to make it again from" in capsys.readouterr().err
+    assert (run / "predictions" / "test.npz").exists()
+
+
+def test_damaged_lines_of_the_log_are_told_and_left_out(run, capsys):
+    file = run / "metrics.jsonl"
+    whole = file.read_bytes()
+    lines = whole.split(b"\n")
+    lines[1] = lines[1][:-5] + b"\xff\x00" + lines[1][-3:]
+    file.write_bytes(b"\n".join(lines))
+    (run / "summary.json").unlink()
+    assert main(["train", f"resume={run}"]) == 0
+    assert "metrics.jsonl: line 2 cannot be read" in capsys.readouterr().err
+    assert read_metrics(file)[1] == [2]
+    assert main(["compare", str(run)]) == 0
+    assert "Left out of curves and step costs: line 2 of" in capsys.readouterr().out
+    file.write_bytes(whole[:-100])
+    (run / "summary.json").unlink()
+    assert main(["train", f"resume={run}"]) == 0
+    assert "metrics.jsonl has lost its last 100 bytes" in capsys.readouterr().err
+    file.unlink()
+    (run / "summary.json").unlink()
+    assert main(["train", f"resume={run}"]) == 0
+
+
+def test_what_is_no_line_of_the_log_is_none():
+    assert read_line(b'{"step": 1, "epoch": 0, "split": "val", "ece": 0.5, "nll": null}') is not None
+    for text in (b"", b"{", b"[]", b"3", b'{"step": 1}', b'{"step": 1e999, "epoch": 0, "split": "val"}', b"[" * 10_000):
+        assert read_line(text) is None
+    assert read_line(b'{"step": 1, "epoch": 0, "split": "val", "ece": "x"}') is None
+    assert read_line(b'{"step": 1, "epoch": 0, "split": 7}') is None
+
+
+def test_a_damaged_checkpoint_names_the_last_good_one(run, capsys):
+    for name, other in (("last", "best"), ("best", "last")):
+        file = run / "checkpoints" / f"{name}.pt"
+        whole = file.read_bytes()
+        damaged = bytearray(whole)
+        damaged[len(whole) // 2] ^= 4
+        file.write_bytes(damaged)
+        assert main(["evaluate", str(run), "--checkpoint", name]) == 2
+        said = capsys.readouterr().err
+        assert f"{name}.pt is damaged" in said and f"the last good one is {run / 'checkpoints' / other}.pt" in said
+        assert main(["curvature", str(run), "--subset", "20"]) == 0  # of those that are whole
+        captured = capsys.readouterr()
+        assert "left out" in captured.err and f"{other}.pt" in captured.out
+        file.write_bytes(whole)
+
+
+def test_an_ensemble_does_without_damaged_predictions(run, ended, capsys):
+    (run / "predictions" / "test.npz").write_bytes(b"PK\x03\x04")
+    assert main(["evaluate", str(run), str(ended), "--ensemble", "--json", "--resamples", "0"]) == 0
+    captured = capsys.readouterr()
+    assert "made again from the checkpoint" in captured.err
+    first, second = json.loads(captured.out)["members"].values()
+    assert first == pytest.approx(second)
+    assert torch.get_num_threads() == 1

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from reference.event_files import logged_events
+from reference.same_run import assert_same_run, lines, logged_events
 
 from metacal.cli import main
-from metacal.training import checkpoint
 
 # A net with everything that a resume must restore: BatchNorm's buffers, dropout's masks, augmentation, a gamma-net.
 WORDS = [
@@ -35,43 +34,6 @@ WORDS = [
     "threads=1",
     "monitor.resamples=20",
 ]
-
-
-def lines(folder: Path) -> list[dict]:
-    """metrics.jsonl without the times, which differ from run to run."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["split"] != "time"]
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    """Bit for bit: weights, gamma source, optimizers, generators, predictions and logged numbers."""
-    for name in ("last.pt", "best.pt"):
-        left, right = checkpoint.load(a / "checkpoints" / name), checkpoint.load(b / "checkpoints" / name)
-        left.pop("log", None), right.pop("log", None)  # sizes of files and times
-        for state in (left, right):
-            if "progress" in state:
-                state["progress"].pop("seconds"), state["progress"]["sums"].pop("ms", None)
-                state.pop("watch")  # its account of times; its monitors' states have a test of their own
-        assert_equal(left, right, name)
-    for split in ("val", "test"):
-        with np.load(a / "predictions" / f"{split}.npz") as x, np.load(b / "predictions" / f"{split}.npz") as y:
-            assert np.array_equal(x["logits"], y["logits"]) and np.array_equal(x["labels"], y["labels"])
-    assert lines(a) == lines(b)
-
-
-def assert_equal(a, b, where):
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_equal(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b)):
-            assert_equal(x, y, f"{where}/{i}")
-    else:
-        assert a == b, where
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ __all__ = [
     "check_repeated",
     "dual_level",
     "logits_of",
+    "on_copies",
     "outputs_of",
     "plain",
     "plain_attention",

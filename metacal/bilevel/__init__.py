@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from metacal.bilevel import passes
+from metacal.bilevel import engines
 from metacal.bilevel.step import Last, MetaStep, NonFiniteError
 from metacal.bilevel.unrolled import HIGHER
 
 __all__ = ["ENGINES", "Last", "MetaStep", "NonFiniteError"]
 
-ENGINES: tuple[str, ...] = (*passes.ENGINES, HIGHER)
+ENGINES: tuple[str, ...] = (*engines.ENGINES, HIGHER)
 """Names of the engines that `MetaStep` takes."""

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from metacal.autodiff.tape import Tape
 from metacal.bilevel.inner import Batch, Gradient, Inner
 from metacal.bilevel.passes import Again, Recorded, double_vjp
-from metacal.bilevel.window import clipped_gradients, hypergradient_of
+from metacal.bilevel.window import Window, clipped_gradients, hypergradient_of
 from metacal.errors import require
 from metacal.optim.through import State, StepTaken, record_step, states, through
 from metacal.optim.transpose import Cotangents, transposed_clip
@@ -45,32 +45,24 @@ class Moment:
     norm: float
 
 
-class Horizon:
-    """The training steps since the window began.
-
-    steps: K, how many a window has. decay: ρ, the discount of a step.
-    """
+class Horizon(Window):
+    """The last K = `steps` training steps, or those since the window began. decay: ρ, the discount of a step."""
 
     def __init__(self, inner: Inner, optimizer: Optimizer, clip_norm: float | None, steps: int, decay: float) -> None:
         require(0 < decay <= 1, f"horizon_decay must be in (0, 1], got {decay}")
-        self.inner, self.optimizer, self.clip_norm = inner, optimizer, clip_norm
-        self.engine = Again(inner.network)
-        self.steps, self.decay = steps, decay
-        self.moments: list[Moment] = []
+        super().__init__(inner, optimizer, Again(inner.network), clip_norm, steps)
+        self.decay = decay
 
     def clear(self) -> None:
-        """Forget the window."""
-        self.moments = []
+        self.moments: list[Moment] = []
 
     @property
     def empty(self) -> bool:
-        """Whether no window is under way; its steps so far are in no checkpoint."""
         return not self.moments
 
     @property
-    def draws(self) -> bool:
-        """Whether the training passes drew random numbers."""
-        return self.moments[-1].gradient.runs[0].streams.moved()
+    def last(self) -> Gradient:
+        return self.moments[-1].gradient
 
     def note(self, gradient: Gradient, norm: float) -> None:
         """Keep what the coming step reads. norm: of the gradient before clipping."""
@@ -80,7 +72,6 @@ class Horizon:
         self.moments.append(Moment(gradient, self.engine.old, step, clipped, norm))
 
     def sweep(self, u: Cotangents, meta_params: Sequence[Tensor]) -> list[Tensor]:
-        """dM/dφ through the window's steps, for u = ∇_θ M after the last of them."""
         params = self.inner.network.params
         total = [torch.zeros_like(p) for p in meta_params]
         theta, state = list(u), [State() for _ in params]

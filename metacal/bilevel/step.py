@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from metacal.bilevel.horizon import Horizon
+from metacal.bilevel.build import build_window, check_parameters, check_parts
+from metacal.bilevel.engines import ENGINES
 from metacal.bilevel.inner import (
     Batch,
     Gradient,
@@ -21,19 +21,17 @@ from metacal.bilevel.inner import (
     Mix,
     NonFiniteError,
     check_batch,
-    check_labels,
     non_finite,
     read,
 )
-from metacal.bilevel.passes import ENGINES
 from metacal.bilevel.state import Snapshot, Undo, preserved
-from metacal.bilevel.unrolled import HIGHER, Unroller, check_unrollable
+from metacal.bilevel.unrolled import HIGHER
 from metacal.bilevel.window import OneStep
 from metacal.calibration.surrogates import Outer, build_outer
 from metacal.errors import InputError, require, require_choice
-from metacal.network import Network, Streams, on_copies
+from metacal.network import Network, on_copies
 from metacal.objective import Loss, Penalty, Term, build_loss, build_penalties
-from metacal.optim.transpose import Cotangents, check_supported, total_norm
+from metacal.optim.transpose import check_supported, total_norm
 
 __all__ = ["Last", "MetaStep", "NonFiniteError"]
 
@@ -108,30 +106,15 @@ class MetaStep:
         self.network = Network(backbone)
         self.params = self.network.params
         self.meta_params = [] if gamma_net is None else [p for p in gamma_net.parameters() if p.requires_grad]
-        _check_parameters(self.network, optimizer, gamma_net, meta_optimizer)
+        check_parameters(self.network, optimizer, gamma_net, meta_optimizer, engine)
         self.outer = outer if isinstance(outer, Outer) else build_outer(outer)
         terms = build_penalties(penalties)
         self.inner = Inner(self.network, build_loss(loss, gamma_net is not None), gamma_net, terms, autocast, mix)
         self.penalties = self.inner.penalties
-        _check_parts(self.inner, engine, meta_optimizer, chunk)
-        options = dict(engine_options or {})
-        self._unroller: Unroller | None = None
-        if engine == HIGHER:
-            if meta_optimizer is not None:
-                check_unrollable(optimizer)
-            self._unroller = Unroller(self.inner, optimizer, self.outer, clip_norm, every, options.pop("steps", 1))
-        if chunk is not None:
-            options.setdefault("reuse", False)  # what to reuse would be the activations of the whole batch
-        kind = "forward" if engine == HIGHER else engine  # its training steps are taken like the others
-        try:
-            made = ENGINES[kind](self.network, **options)
-        except TypeError:
-            raise InputError(f"engine_options must be options of engine {engine!r}, got {options}") from None
-        require(1 <= horizon <= every, f"horizon must be between 1 and every = {every} steps, got {horizon}")
-        require(horizon == 1 or engine == "forward", f"horizon > 1 needs engine 'forward', got engine {engine!r}")
-        self.window: OneStep | Horizon = OneStep(self.inner, optimizer, made, clip_norm)
-        if horizon > 1:
-            self.window = Horizon(self.inner, optimizer, clip_norm, horizon, horizon_decay)
+        check_parts(self.inner, engine, meta_optimizer, chunk)
+        self.window = build_window(
+            self.inner, optimizer, engine, engine_options, every, horizon, horizon_decay, chunk, clip_norm
+        )
         self.engine = self.window.engine
         self.epoch: float = 0
         self.count = 0
@@ -185,8 +168,6 @@ class MetaStep:
         Raises `InputError` for input, networks and optimizers that it cannot work on, before anything has moved.
         """
         number, due = self.count, self.due
-        if self._unroller is not None and self.meta_optimizer is not None:
-            self._unroller.remember(x, y, number, self.epoch, self.optimizer)
         # the first outer part may find something that it cannot differentiate, after the optimizer's step
         safe = due and x_meta is not None and not self._tried
         before = Snapshot(self.optimizer, self.network.model, self.gamma_net) if safe else None
@@ -196,16 +177,12 @@ class MetaStep:
         except BaseException as error:
             if before is not None and not isinstance(error, NonFiniteError):
                 before.restore()
-            if self._unroller is not None:
-                self._unroller.forget()
             if not isinstance(error, NonFiniteError) or self.nonfinite == "raise":
                 raise
             values, skipped = error.found, True
         self.count += 1
         if due:
             self.window.clear()
-            if self._unroller is not None:
-                self._unroller.window = None
         if hypergradient is not None:
             self._tried = True
             bad = non_finite(values, _OUTER)
@@ -230,25 +207,19 @@ class MetaStep:
         require(bool(self.meta_params), "gamma_net must have parameters to learn, it has none")
         check_supported(self.optimizer)
         batches = [(x, y)] if isinstance(x, Tensor) and isinstance(y, Tensor) else [*zip(x, y)]
-        several = self._unroller is not None or self.window.steps > 1
         require(
-            len(batches) == 1 or (several and len(batches) > 1),
+            len(batches) == 1 or (len(batches) > 1 and not isinstance(self.window, OneStep)),
             f"x must be one batch, got {len(batches)}: a sequence needs a horizon > 1 or engine 'higher'",
         )
         last, carried, details, window = self.last, self.engine.state(), self.inner.details, self.window
-        unrolled = None if self._unroller is None else self._unroller.window
         self.inner.details, self.window = set(), copy.copy(window)
         self.window.clear()
         try:
-            if self._unroller is not None:
-                self._unroller.window = None
             with preserved(self.optimizer, self.network.model, self.gamma_net):
                 values, hypergradient = self._advance(batches, x_meta, y_meta)
         finally:
             self.engine.load_state(carried)
             self.last, self.inner.details, self.window = last, details, window
-            if self._unroller is not None:
-                self._unroller.window = unrolled
         bad = non_finite(values, _OUTER)
         if bad is not None:
             raise NonFiniteError(bad, values, self.count)
@@ -281,43 +252,39 @@ class MetaStep:
             if y_meta is None:
                 raise InputError("y_meta must be given with x_meta")
             check_batch(x_meta, y_meta, "_meta")
-        unroller, meta_params = self._unroller, self.meta_params
-        record = unroller is None and (
-            x_meta is not None or (self.meta_optimizer is not None and self._in_window and self.window.steps > 1)
-        )
-        if unroller is not None and x_meta is not None and y_meta is not None:  # before the steps are taken
-            outer = unroller.gradient(batches, self.count, self.epoch, x_meta, y_meta, meta_params)
+        kept = x_meta is not None or (self.meta_optimizer is not None and self.window.steps > 1 and self._in_window)
         for i, (x, y) in enumerate(batches):
-            values = self._train(x, y, record, ahead=i)
+            values = self._train(x, y, kept, self.count + i)
         if x_meta is None or y_meta is None:
             return values, None
-        if unroller is None:
-            outer = self._outer_part(x_meta, y_meta)
-        value, hypergradient, meta_logits = outer
+        value, hypergradient, meta_logits = self.window.outer_part(self.outer, x_meta, y_meta, self.meta_params)
         assert self.last is not None
         self.last.meta_logits, self.last.meta_labels = meta_logits, y_meta
         values |= read({"outer": value, "hypergradient_norm": total_norm(hypergradient)})
         return values, hypergradient
 
-    def _train(self, x: Tensor, y: Tensor, record: bool, ahead: int = 0) -> dict[str, float]:
-        """θ' = U(θ, g) with g = ∇_θ L, clipped. Returns what was found; `record` notes the step in the window.
+    def _train(self, x: Tensor, y: Tensor, kept: bool, count: int) -> dict[str, float]:
+        """θ' = U(θ, g) with g = ∇_θ L, clipped. Returns what was found; `kept`: the step belongs to the window.
 
-        ahead: how many steps have been taken since `count`. Raises `NonFiniteError`, and whatever a term refuses, with
-        everything as it was.
+        Raises `NonFiniteError`, and whatever a term refuses, with everything as it was.
         """
-        batch = self.inner.batch(x, y, self.count + ahead, self.epoch)
         undo = Undo(x.device, self.network.model, self.gamma_net)
+        if kept:
+            self.window.begin(x, y, count, self.epoch)
         try:
-            gradient, values = self._gradient(batch, record)
+            batch = self.inner.batch(x, y, count, self.epoch)
+            gradient, values = self._gradient(batch, kept and self.window.records)
             bad = non_finite(values, [name for name in values if not name.endswith("_share")])
             if bad is not None:
-                raise NonFiniteError(bad, values, self.count)
+                raise NonFiniteError(bad, values, count)
             values |= self._prepare(batch)
-            if record:
+            if kept:
                 self.window.note(gradient, values["grad_norm"])
         except BaseException as error:
             # a step that is left out has drawn its random numbers, as it would have in any case
             undo(streams=not isinstance(error, NonFiniteError))
+            if kept:
+                self.window.drop()
             self.optimizer.zero_grad(set_to_none=True)
             raise
         self.optimizer.step()
@@ -363,21 +330,6 @@ class MetaStep:
             "bulk_sgd/converged": float(optimizer.converged),
         }
 
-    def _outer_part(self, x_meta: Tensor, y_meta: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        """M at the new parameters, dM/dφ through the window's steps, and the meta batch's logits."""
-        with self._apart(x_meta.device):  # batch statistics as in training; nothing moves
-            meta_logits = _full(self.network.aside(x_meta)[0])
-        check_labels(y_meta, meta_logits, "y_meta")
-        value = self.outer(meta_logits, y_meta)
-        u: Cotangents = [None] * len(self.params)
-        if value.requires_grad:
-            u = list(torch.autograd.grad(value, self.params, allow_unused=True))
-        return value.detach(), self.window.sweep(u, self.meta_params), meta_logits.detach()
-
-    def _apart(self, device: torch.device) -> AbstractContextManager[None]:
-        """Random streams of its own for the meta pass, seeded only where the model draws at all."""
-        return Streams.aside(device, seeded=self.window.draws)
-
     def _learn(self, hypergradient: list[Tensor]) -> None:
         """The gamma source's own step, and the outer objective's note of the meta batch."""
         assert self.meta_optimizer is not None and self.last is not None
@@ -398,7 +350,7 @@ class MetaStep:
             "outer": self.outer.state_dict(),
             "engine": self.engine.state(),
             "details": sorted(self.inner.details),
-            "window": None if self._unroller is None else self._unroller.state_dict(),
+            "window": self.window.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -406,52 +358,7 @@ class MetaStep:
         self.outer.load_state_dict(state["outer"])
         self.engine.load_state(state["engine"])
         self.inner.details = set(state.get("details", ()))
-        if self._unroller is not None:
-            self._unroller.load_state_dict(state.get("window"))
+        self.window.load_state_dict(state.get("window"))
 
 
 _OUTER = ("outer", "hypergradient_norm")
-
-
-def _full(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-
-
-def _check_parameters(
-    network: Network, optimizer: Optimizer, gamma_net: nn.Module | None, meta_optimizer: Optimizer | None
-) -> None:
-    require(bool(network.params), "backbone must have a parameter that requires a gradient, it has none")
-    for name, p in zip(network.names, network.params):
-        require(p.is_floating_point(), f"backbone must have real parameters, {name} is {p.dtype}: hold its two parts")
-        hooked = p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-        require(
-            meta_optimizer is None or not hooked,
-            f"backbone parameter {name} has a gradient hook, which the outer problem cannot differentiate: remove "
-            "it, or change the loss instead of its gradient",
-        )
-    ours = {id(p) for p in network.params}
-    require(
-        all(id(p) in ours for group in optimizer.param_groups for p in group["params"] if p.requires_grad),
-        "optimizer must hold parameters of the backbone only, it holds others",
-    )
-    if meta_optimizer is not None:
-        learned = gamma_net is not None and any(p.requires_grad for p in gamma_net.parameters())
-        require(learned, "meta_optimizer must be None: gamma_net has no parameters to learn")
-        check_supported(optimizer)
-
-
-def _check_parts(inner: Inner, engine: str, meta_optimizer: Optimizer | None, chunk: int | None) -> None:
-    """Which options go together."""
-    require(
-        inner.mix is None or (chunk is None and engine != HIGHER),
-        "mix does not go with chunk or engine 'higher': leave one of them out",
-    )
-    if chunk is None:
-        return
-    require(chunk >= 1, f"chunk must be >= 1 or None, got {chunk}")
-    require(engine == "forward" or meta_optimizer is None, f"chunk needs engine 'forward', got engine {engine!r}")
-    for name, term in inner.penalties.items():
-        require(
-            not getattr(term.penalty, "batchwise", False),
-            f"penalties[{name!r}] is no mean over samples, so a batch cannot be taken in chunks, got chunk {chunk}",
-        )

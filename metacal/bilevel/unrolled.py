@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from metacal.bilevel.inner import Batch, Inner
+from metacal.bilevel.inner import Batch, Gradient, Inner
+from metacal.bilevel.passes import Engine
 from metacal.bilevel.state import Snapshot, preserved
+from metacal.bilevel.window import OuterPart, full
 from metacal.errors import InputError, require
 from metacal.network import Streams, outputs_of, plain_attention
 
@@ -93,37 +95,37 @@ def settings_of(optimizer: Optimizer) -> dict[str, list[float]]:
 
 @dataclass
 class TrainingStep:
-    """A batch and what its step read beside the parameters: settings of the optimizer, epoch, random state before.
-
-    random: None for the state that the streams are in when the step is unrolled.
-    """
+    """A batch and what its step read beside the parameters: settings of the optimizer, its number, the epoch, and the
+    random streams before it."""
 
     x: Tensor
     y: Tensor
     settings: dict[str, list[float]]
+    count: int
     epoch: float
-    random: Streams | None = None
+    random: Streams
 
 
 @dataclass
 class Window:
-    """Steps taken since `start`, which is the state before the first of them, None for the present one."""
+    """Steps taken since `start`, the state before the first of them."""
 
-    start: Snapshot | None = None
+    start: Snapshot
     steps: list[TrainingStep] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: tensors and plain Python."""
         return {
-            "start": None if self.start is None else self.start.state_dict(),
+            "start": self.start.state_dict(),
             "steps": [
                 {
                     # a batch may be a view of a whole data set, which would be saved with it
                     "x": step.x.clone(),
                     "y": step.y.clone(),
                     "settings": step.settings,
+                    "count": step.count,
                     "epoch": step.epoch,
-                    "random": None if step.random is None else step.random.state(),
+                    "random": step.random.state(),
                 }
                 for step in self.steps
             ],
@@ -132,104 +134,89 @@ class Window:
     @classmethod
     def from_state(cls, state: dict[str, Any], optimizer: Optimizer, *modules: nn.Module | None) -> Window:
         """The window that gave this `state_dict`, of the same optimizer and modules."""
-        start = None if state["start"] is None else Snapshot.from_state(state["start"], optimizer, *modules)
         device = optimizer.param_groups[0]["params"][0].device
-        window = cls(start)
+        window = cls(Snapshot.from_state(state["start"], optimizer, *modules))
         for step in state["steps"]:
-            x, y = step["x"].to(device), step["y"].to(device)
-            random = None if step["random"] is None else Streams.from_state(step["random"], device)
-            window.steps.append(TrainingStep(x, y, step["settings"], step["epoch"], random))
+            x, y, random = step["x"].to(device), step["y"].to(device), Streams.from_state(step["random"], device)
+            window.steps.append(TrainingStep(x, y, step["settings"], step["count"], step["epoch"], random))
         return window
 
 
 class Unroller:
-    """Differentiates the last `steps` of every `every` training steps together.
+    """A `window.Window` whose steps are taken once more by the library, from a snapshot before the first of them.
 
-    Attributes: `window`, the steps taken since its start; None between windows, and always for a single step.
+    Attributes: `window`, None between windows. engine: of the training steps, which are taken like any others.
     """
 
+    records = False
+
     def __init__(
-        self,
-        inner: Inner,
-        optimizer: Optimizer,
-        outer: Callable[[Tensor, Tensor], Tensor],
-        clip_norm: float | None,
-        every: int,
-        steps: int,
+        self, inner: Inner, optimizer: Optimizer, engine: Engine, clip_norm: float | None, every: int, steps: int
     ) -> None:
         require(
             1 <= steps <= every,
             f"steps must be between 1 and every = {every}, so that windows do not overlap, got {steps}",
         )
-        self.inner, self.optimizer, self.outer, self.clip_norm = inner, optimizer, outer, clip_norm
-        self.every, self.steps = every, steps
+        self.inner, self.optimizer, self.engine, self.clip_norm = inner, optimizer, engine, clip_norm
+        self.steps = steps
         self.window: Window | None = None
 
-    def remember(self, x: Tensor, y: Tensor, count: int, epoch: float, optimizer: Optimizer) -> None:
-        """Start a window at its first step, and add the coming step to it."""
-        if self.steps == 1:
-            return
-        if count % self.every == self.every - self.steps:
-            self.window = Window(Snapshot(optimizer, self.inner.network.model, self.inner.source))
-        if self.window is not None:
-            self.window.steps.append(TrainingStep(x, y, settings_of(optimizer), epoch, Streams(x.device)))
+    empty = True  # its state goes into checkpoints
 
-    def forget(self) -> None:
-        """The last step was not taken: it is not unrolled."""
+    def clear(self) -> None:
+        self.window = None
+
+    def begin(self, x: Tensor, y: Tensor, count: int, epoch: float) -> None:
+        if self.window is None:
+            self.window = Window(Snapshot(self.optimizer, self.inner.network.model, self.inner.source))
+        step = TrainingStep(x, y, settings_of(self.optimizer), count, epoch, Streams(x.device))
+        self.window.steps.append(step)
+
+    def drop(self) -> None:
         if self.window is not None:
             self.window.steps.pop()
+
+    def note(self, gradient: Gradient, norm: float) -> None:
+        """Nothing is read of the step itself."""
 
     def state_dict(self) -> dict[str, Any] | None:
         return None if self.window is None else self.window.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         self.window = None
-        if state is not None and self.steps > 1:
-            model, source = self.inner.network.model, self.inner.source
-            self.window = Window.from_state(dict(state), self.optimizer, model, source)
+        if state is not None:
+            self.window = Window.from_state(dict(state), self.optimizer, self.inner.network.model, self.inner.source)
 
-    def gradient(
-        self,
-        batches: Sequence[tuple[Tensor, Tensor]],
-        count: int,
-        epoch: float,
-        x_meta: Tensor,
-        y_meta: Tensor,
-        meta_params: Sequence[Tensor],
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """M, dM/dφ and the meta logits, through the window's steps, or without a window through one on each batch.
-
-        The window's last step is number `count`, which is about to be taken.
-        """
-        inner = self.inner
+    def outer_part(
+        self, outer: Callable[[Tensor, Tensor], Tensor], x_meta: Tensor, y_meta: Tensor, meta_params: Sequence[Tensor]
+    ) -> OuterPart:
+        """M, dM/dφ and the meta logits, through the steps begun."""
+        inner, window = self.inner, self.window
+        assert window is not None
         require(
             getattr(inner.source, "layer", None) is None,
             "gamma_net cannot read an inner layer with engine 'higher', use engine 'forward'",
         )
-        settings = settings_of(self.optimizer)
-        window = self.window or Window(None, [TrainingStep(x, y, settings, epoch) for x, y in batches])
-        first = count - (0 if self.window is None else len(window.steps) - 1)
         meta: list[Tensor] = []
 
         def loss(model: nn.Module, i: int) -> Tensor:
             step = window.steps[i]
-            if step.random is not None:
-                step.random.restore()
-            batch = Batch(step.x, step.y, first + i, step.epoch)
+            step.random.restore()
+            batch = Batch(step.x, step.y, step.count, step.epoch)
             logits, features = outputs_of(model(batch.x))
             gamma = inner.gamma(batch, logits, features, grad=True)
             return inner.penalised(inner.losses(batch, logits, gamma).mean(), batch, model, logits, features)
 
-        def outer(model: nn.Module) -> Tensor:
-            z, _ = outputs_of(model(x_meta))
-            z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+        def value_of(model: nn.Module) -> Tensor:
+            z = full(outputs_of(model(x_meta))[0])
             meta.append(z.detach())
-            return self.outer(z, y_meta)
+            return outer(z, y_meta)
 
         model = inner.network.model
         with preserved(self.optimizer, model, inner.source):
-            if window.start is not None:
-                window.start.restore(settings=False)  # what the user has set since then holds
+            window.start.restore(settings=False)  # what the user has set since then holds
             overrides = [step.settings for step in window.steps]
-            value, grads = unrolled_gradient(model, self.optimizer, overrides, loss, outer, meta_params, self.clip_norm)
+            value, grads = unrolled_gradient(
+                model, self.optimizer, overrides, loss, value_of, meta_params, self.clip_norm
+            )
         return value, grads, meta[0]

@@ -1,25 +1,30 @@
-"""The hypergradient through one training step, and what it shares with that through several (`horizon`).
+"""The training steps that an outer part is differentiated through: what is kept of them, and dM/dφ.
 
-A window keeps of a training step what its derivative needs, and then carries u = ∇_{θ'} M back through it:
+A window keeps of each training step what its derivative needs, and then carries u = ∇_{θ'} M back through it:
 
+    window.begin(x, y, count, epoch)          # before the step's forward
     window.note(gradient, norm)               # with the clipped gradient in .grad, before the optimizer's step
     optimizer.step()
-    window.sweep(u, meta_params)              # dM/dφ
+    window.outer_part(outer, x_meta, y_meta, meta_params)     # M, dM/dφ
+
+`OneStep` is here, several steps are in `horizon`, and the reference library's way is in `unrolled`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from metacal.bilevel.inner import Batch, Gradient, Inner
+from metacal.bilevel.inner import Batch, Gradient, Inner, check_labels
 from metacal.bilevel.passes import Engine
+from metacal.network import Streams
 from metacal.optim.transpose import Cotangents, clips, kept_gradients, transposed_clip, transposed_update
 
-__all__ = ["OneStep", "clipped_gradients", "hypergradient_of"]
+__all__ = ["OneStep", "OuterPart", "Window", "clipped_gradients", "full", "hypergradient_of"]
 
 
 def hypergradient_of(
@@ -44,30 +49,80 @@ def clipped_gradients(
     return kept_gradients(optimizer, params)
 
 
-class OneStep:
-    """The last step alone: v = (∂U/∂g)ᵀ u, J v at the θ before it."""
+Outer = Callable[[Tensor, Tensor], Tensor]
+OuterPart = tuple[Tensor, list[Tensor], Tensor]
+"""M, dM/dφ like the parameters, and the logits of the meta batch."""
 
-    steps = 1
 
-    def __init__(self, inner: Inner, optimizer: Optimizer, engine: Engine, clip_norm: float | None) -> None:
-        self.inner, self.optimizer, self.engine, self.clip_norm = inner, optimizer, engine, clip_norm
+class Window:
+    """What windows share that are swept back from u = ∇_{θ'} M. `engine` makes the passes of its training steps."""
+
+    def __init__(self, inner: Inner, optimizer: Optimizer, engine: Engine, clip_norm: float | None, steps: int) -> None:
+        self.inner, self.optimizer, self.engine = inner, optimizer, engine
+        self.clip_norm, self.steps = clip_norm, steps
         self.clear()
 
+    records = True
+    """Whether passes are recorded by `engine`."""
+
     def clear(self) -> None:
-        """Forget the step."""
+        """Forget the steps."""
+        raise NotImplementedError
+
+    @property
+    def last(self) -> Gradient:
+        """Of the last step."""
+        raise NotImplementedError
+
+    def sweep(self, u: Cotangents, meta_params: Sequence[Tensor]) -> list[Tensor]:
+        """dM/dφ for u = ∇_{θ'} M. May use u's memory."""
+        raise NotImplementedError
+
+    def begin(self, x: Tensor, y: Tensor, count: int, epoch: float) -> None:
+        """A step is about to be taken."""
+
+    def drop(self) -> None:
+        """It was not."""
+
+    def outer_part(self, outer: Outer, x_meta: Tensor, y_meta: Tensor, meta_params: Sequence[Tensor]) -> OuterPart:
+        """M at the new parameters, with batch statistics as in training; nothing moves, random streams included."""
+        network = self.inner.network
+        # a stream of its own, seeded only where the model draws at all
+        with Streams.aside(x_meta.device, seeded=self.last.runs[0].streams.moved()):
+            z = full(network.aside(x_meta)[0])
+        check_labels(y_meta, z, "y_meta")
+        value = outer(z, y_meta)
+        u: Cotangents = [None] * len(network.params)
+        if value.requires_grad:
+            u = list(torch.autograd.grad(value, network.params, allow_unused=True))
+        return value.detach(), self.sweep(u, meta_params), z.detach()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """A checkpoint is made where a window is empty."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        self.clear()
+
+
+def full(logits: Tensor) -> Tensor:
+    """Float32 at least."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+class OneStep(Window):
+    """The last step alone: v = (∂U/∂g)ᵀ u, J v at the θ before it."""
+
+    empty = True  # a step and its outer part are one
+
+    def clear(self) -> None:
         self._gradient: Gradient | None = None
         self._back: Callable[[Cotangents], tuple[Cotangents, float]] | None = None
 
     @property
-    def empty(self) -> bool:
-        """Whether a checkpoint misses nothing here: a step and its outer part are one."""
-        return True
-
-    @property
-    def draws(self) -> bool:
-        """Whether the training pass drew random numbers."""
+    def last(self) -> Gradient:
         assert self._gradient is not None
-        return self._gradient.runs[0].streams.moved()
+        return self._gradient
 
     def note(self, gradient: Gradient, norm: float) -> None:
         """Keep what the coming step reads. norm: of the gradient before clipping."""
@@ -76,9 +131,8 @@ class OneStep:
         self._back = transposed_update(self.optimizer, self.inner.network.params)
 
     def sweep(self, u: Cotangents, meta_params: Sequence[Tensor]) -> list[Tensor]:
-        """dM/dφ for u = ∇_{θ'} M. Uses u's memory."""
-        gradient, back = self._gradient, self._back
-        assert gradient is not None and back is not None
+        gradient, back = self.last, self._back
+        assert back is not None
         v, factor = back(u)
         if self._clipped is not None and self.clip_norm is not None:
             factor *= transposed_clip(self._clipped, self._norm, self.clip_norm, v)

@@ -7,8 +7,8 @@ form is that of Kwon et al., ASAM (ICML 2021), with T = diag(|θ|).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from metacal.errors import require
+from metacal.network import on_copies
 from metacal.optim.transpose import TRANSPOSES, transposed_update
 
-__all__ = ["SAM", "ascent", "unchanged_buffers"]
+__all__ = ["SAM", "ascent"]
 
 
 @torch.no_grad()
@@ -41,22 +42,6 @@ def ascent(params: list[Tensor], grads: list[Tensor], rho: float, adaptive: bool
     if lengths is not None:
         torch._foreach_mul_(moves, lengths)
     return moves
-
-
-@contextmanager
-def unchanged_buffers(model: nn.Module | None) -> Iterator[None]:
-    """Put all buffers of `model` (running statistics, counters) back at the end; None does nothing.
-
-    For a forward that must not count in BatchNorm's statistics. Its backward belongs inside.
-    """
-    buffers = {} if model is None else {name: b.detach().clone() for name, b in model.named_buffers()}
-    try:
-        yield
-    finally:
-        if model is not None:
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(buffers[name])
 
 
 class SAM(Optimizer):
@@ -142,7 +127,8 @@ class SAM(Optimizer):
             loss = closure()
         self.perturb()
         try:
-            with unchanged_buffers(model), torch.enable_grad():
+            aside = nullcontext() if model is None else on_copies(model)
+            with aside, torch.enable_grad():
                 closure()
         finally:
             self.restore()

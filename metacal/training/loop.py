@@ -87,6 +87,7 @@ def train(
     best = _best_weights(folder, p)
     config_text = "" if folder is None else (folder / "config.yaml").read_text()  # each checkpoint has a copy
     meta_stream: Iterator[tuple[Tensor, ...]] | None = None
+    stopping = owed = False  # a stop that was asked for, a checkpoint that is due
     started = time.perf_counter() - p.seconds
     console.start(p.step)
 
@@ -131,12 +132,14 @@ def train(
                     running.add(step.last.logits, step.last.labels, step.last.gamma)
                 log.scalars(watch.measure(state, validation=False), p.step, p.epoch)
             console.step(p.step)
-            if stop is not None and stop():
+            stopping = stopping or (stop is not None and stop())
+            owed = owed or (p.step % save_every == 0 and p.batch < per_epoch)
+            if step.resting and (stopping or owed):  # a window of several steps is in no checkpoint
                 save()
-                console.stop()
-                raise KeyboardInterrupt
-            if p.step % save_every == 0 and p.batch < per_epoch:
-                save()
+                owed = False
+                if stopping:
+                    console.stop()
+                    raise KeyboardInterrupt
 
         p.epoch, p.batch = p.epoch + 1, 0
         if parts.held_out is not None and parts.gamma is not None:
@@ -158,8 +161,10 @@ def train(
             )
         if folder is not None and config.keep_every and p.epoch % config.keep_every == 0:
             _save_weights(folder, f"epoch{p.epoch:04d}", parts.backbone.state_dict(), p, config_text)
-        if p.epoch == config.epochs or p.epoch * per_epoch % save_every == 0 or save_every < per_epoch:
+        owed = owed or p.epoch * per_epoch % save_every == 0 or save_every < per_epoch
+        if p.epoch == config.epochs or (owed and step.resting):
             save()
+            owed = False
     p.seconds = time.perf_counter() - started
     if config.monitor.figures_every:
         if state.val is None:  # the run had stopped after its last validation

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from metacal.errors import InputError
-from metacal.optim.sam import SAM, ascent, unchanged_buffers
+from metacal.network import on_copies
+from metacal.optim.sam import SAM, ascent
 
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -222,7 +223,7 @@ def test_statistics_do_not_change_the_path():
 def test_buffers_come_back_after_an_exception():
     net, batches = problem(norm=True)
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ZeroDivisionError), unchanged_buffers(net):
+    with pytest.raises(ZeroDivisionError), on_copies(net):
         net(batches[0][0])
         raise ZeroDivisionError
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from metacal.autodiff.cuts import Cuts
+from metacal.autodiff.graph import nodes_of
 from metacal.bilevel.passes import Engine, Recorded
 from metacal.errors import require
 from metacal.network import Network
 from metacal.optim.transpose import Cotangents, total_norm
-from metacal.penalties.evaluate import nodes_of
 
 __all__ = ["Difference"]
 

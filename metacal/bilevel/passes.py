@@ -22,11 +22,11 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
+from metacal.autodiff.graph import without_second_derivative
 from metacal.autodiff.tape import Tape
 from metacal.errors import InputError, require
 from metacal.network import ModuleState, Network, Streams, check_repeated, on_copies
 from metacal.optim.transpose import Cotangents
-from metacal.penalties.evaluate import graph_names
 
 __all__ = ["Again", "Engine", "Forward", "Pass", "Recorded", "Reverse"]
 
@@ -154,10 +154,9 @@ def _derivative_in(w: Tensor, grads: Sequence[Tensor | None], v: Cotangents) -> 
     pairs = [(g, t) for g, t in zip(grads, v) if g is not None and t is not None and g.requires_grad]
     if not pairs:
         return torch.zeros_like(w)
-    # PyTorch would raise late, or leave out a function that is once_differentiable without saying so
-    for kind in graph_names(torch.stack([(g * t).sum() for g, t in pairs]).sum()):
-        if kind.endswith("Error") or "NotImplemented" in kind:
-            raise InputError(_NO_SECOND.format(f"graph node {kind}"))
+    node = without_second_derivative(*[g for g, _ in pairs])
+    if node is not None:
+        raise InputError(_NO_SECOND.format(f"graph node {node}"))
     with _naming_what_lacks():
         (product,) = torch.autograd.grad([g for g, _ in pairs], w, [t for _, t in pairs], allow_unused=True)
     return torch.zeros_like(w) if product is None else product.detach()

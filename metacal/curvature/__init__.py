@@ -8,6 +8,7 @@ network's present mode and leaves the network as it was.
 from __future__ import annotations
 
 from metacal.curvature.products import Curvature, ggn_product, hessian_product
+from metacal.curvature.sampling import Estimate
 from metacal.curvature.sharpness import (
     NormCertificate,
     batch_sharpness,
@@ -16,7 +17,7 @@ from metacal.curvature.sharpness import (
     preconditioner_of,
 )
 from metacal.curvature.spectrum import Eigen, extreme_eigenpairs, gn_sharpness, hessian_sharpness, top_eigenpairs
-from metacal.curvature.trace import Estimate, gn_trace, hessian_trace
+from metacal.curvature.traces import gn_trace, hessian_trace
 
 __all__ = [
     "Curvature",

@@ -22,7 +22,6 @@ operation on them does no harm; an input that was overwritten sends its layer do
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +32,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from metacal.autodiff.derivatives import filled
+from metacal.autodiff.graph import leaf_uses
 from metacal.curvature.problem import Problem
 from metacal.errors import require
 
@@ -78,26 +79,10 @@ class Captured:
         return "per-example vjp" if not self.sites else "layers + per-example vjp"
 
 
-def parameter_uses(root: Any) -> Counter[int]:
-    """How many edges of an autograd graph lead to each leaf, by id of the leaf tensor."""
-    uses: Counter[int] = Counter()
-    seen, stack = {root}, [root]
-    while stack:
-        for child, _ in stack.pop().next_functions:
-            if child is None:
-                continue
-            if hasattr(child, "variable"):
-                uses[id(child.variable)] += 1
-            if child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return uses
-
-
 def _covered(module: nn.Module) -> bool:
-    """Whether the module runs exactly the operation that the formulas below are for."""
-    if "forward" in module.__dict__:
-        return False
+    """Whether the module runs exactly the operation that the formulas below are for, with parameters of its own."""
+    if "forward" in module.__dict__ or {"weight", "bias"} - module._parameters.keys():
+        return False  # a weight that is made of other parameters (weight_norm and its kin) is none of its own
     kind: Any = type(module)
     if isinstance(module, nn.Linear):
         return kind.forward is nn.Linear.forward
@@ -140,10 +125,10 @@ def examples_depend(problem: Problem) -> str | None:
         fits.append(seen)
     problem.row_modules = fits[0] & fits[1]
     together, alone = logits
-    if problem.random or torch.allclose(together, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
+    if problem.random or not bool(torch.isfinite(torch.stack(logits)).all()):
+        return None  # the checks of the whole batch say where logits are not finite
+    if torch.allclose(together, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
         return None
-    if not bool(torch.isfinite(together).all()):
-        return None  # the checks of the whole batch say where
     return "an example's logits change with the other examples of its batch"
 
 
@@ -162,18 +147,21 @@ def cache_block(problem: Problem, share: int = 1) -> int | None:
     return size
 
 
-def capture(problem: Problem) -> Captured:
-    """Run the network once and find out which parameters the layer-wise formulas cover. Inside `problem.math()`."""
+def capture(problem: Problem, graph: bool = False) -> Captured:
+    """Run the network once and find out which parameters the layer-wise formulas cover. Inside `problem.math()`.
+
+    graph: keep the layers' inputs with their graphs, for norms that can be differentiated in θ, and check nothing.
+    """
     if problem.row_modules is None:
         examples_depend(problem)
     rows = problem.row_modules or set()
-    found: dict[nn.Module, list[Site]] = {}
+    runs_of: dict[nn.Module, list[Site]] = {}
 
     def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         plain = len(args) == 1 and isinstance(args[0], Tensor) and isinstance(out, Tensor)
         if plain and out.requires_grad and len(args[0]) == len(problem):
-            a = args[0].detach()
-            found.setdefault(module, []).append(Site(module, a, a._version, get_gradient_edge(out)))
+            a = args[0] if graph else args[0].detach()
+            runs_of.setdefault(module, []).append(Site(module, a, a._version, get_gradient_edge(out)))
 
     handles = [
         m.register_forward_hook(hook, prepend=True)
@@ -185,17 +173,18 @@ def capture(problem: Problem) -> Captured:
     finally:
         for handle in handles:
             handle.remove()
-    problem.check_logits(z)
+    if not graph:
+        problem.check_logits(z)
     require(z.requires_grad, "logits do not depend on any trainable parameter")
-    uses = parameter_uses(z.grad_fn)
+    uses = leaf_uses(z)
     sites: list[Site] = []
     taken: set[int] = set()
-    for module, runs in found.items():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+    for module, runs in runs_of.items():
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
         intact = runs[0].a._version == runs[0].version
-        if len(runs) == 1 and intact and all(uses[id(p)] == 1 for p in own):
+        if len(runs) == 1 and intact and all(uses[id(p)] == 1 for p in trained):
             sites.append(runs[0])
-            taken.update(id(p) for p in own)
+            taken.update(id(p) for p in trained)
     others = [n for n, p in zip(problem.names, problem.params) if id(p) not in taken and uses[id(p)] > 0]
     return Captured(problem, z, sites, others)
 
@@ -347,10 +336,7 @@ def _other_gram(captured: Captured, w: Tensor) -> Tensor:
         per_class = [
             torch.autograd.grad(z, leaves, w[i, j][None], retain_graph=True, allow_unused=True) for j in range(c)
         ]
-        flat = [
-            torch.cat([torch.zeros(p.numel()).to(p) if g is None else g.reshape(-1) for g, p in zip(grads, leaves)])
-            for grads in per_class
-        ]
+        flat = [torch.cat([g.reshape(-1) for g in filled(grads, leaves)]) for grads in per_class]
         grams.append(_gram(torch.stack(flat)[None]))
     return torch.cat(grams)
 
@@ -368,27 +354,31 @@ def gram_of(captured: Captured, columns: Sequence[Sequence[Tensor | None]]) -> T
     return total
 
 
-def column_norms(captured: Captured, columns: Sequence[Tensor]) -> Tensor:
-    """Σ_c ‖J_nᵀ w_n^c‖² (n,) for cotangents w^c (n, K), as many columns at a time as memory allows."""
+def column_norms(captured: Captured, columns: Sequence[Tensor], graph: bool = False) -> Tensor:
+    """Σ_c ‖J_nᵀ w_n^c‖² (n,) for cotangents w^c (n, K), as many columns at a time as memory allows.
+
+    graph: to be differentiated in θ, of a pass `capture`d for it.
+    """
     size = sum(s.a.numel() for s in captured.sites)
     group = max(1, min(len(columns), COTANGENTS // max(1, size)))
     total: Tensor | None = None
     for i in range(0, len(columns), group):
-        gram = per_example_gram(captured, torch.stack(list(columns[i : i + group]), 1))
+        gram = per_example_gram(captured, torch.stack(list(columns[i : i + group]), 1), graph)
         part = gram.diagonal(dim1=1, dim2=2).sum(1)
         total = part if total is None else total + part
     assert total is not None
     return total
 
 
-def per_example_gram(captured: Captured, w: Tensor) -> Tensor:
+def per_example_gram(captured: Captured, w: Tensor, graph: bool = False) -> Tensor:
     """M_n[c, c'] = ⟨J_nᵀ w_n^c, J_nᵀ w_n^c'⟩ for cotangents w (N, C, K) → (N, C, C). Inside `problem.math()`."""
     n, c = w.shape[:2]
     total = torch.zeros(n, c, c, dtype=w.dtype, device=w.device)
     if captured.sites:
         edges = [s.edge for s in captured.sites]
         columns = [
-            torch.autograd.grad(captured.z, edges, w[:, j], retain_graph=True, allow_unused=True) for j in range(c)
+            torch.autograd.grad(captured.z, edges, w[:, j], retain_graph=True, create_graph=graph, allow_unused=True)
+            for j in range(c)
         ]
         gram = gram_of(captured, columns)
         total = total if gram is None else gram

@@ -1,10 +1,9 @@
 """What every curvature measure starts from: checked inputs, and one guarded way to evaluate the network.
 
 `Problem` holds a network, a batch and a loss after all checks; `Problem.logits` is the only place of the folder
-that calls the network. Each evaluation leaves the network as it found it: buffers are cloned for the call (so
-BatchNorm's running statistics never move), the mode stays, `.grad` is not written, the global random generators
-get their state back, autocast is off, and attention runs as plain matrix products (the fused kernels have neither
-double backward nor forward mode).
+that calls the network. Each evaluation leaves the network and the random streams as it found them
+(`metacal.network`), writes no `.grad`, and has autocast off; attention runs as plain matrix products (the fused
+kernels have no double backward).
 
 Conventions, for N examples and K classes, logits z (N, K), p = softmax(z):
 
@@ -16,17 +15,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from metacal.errors import InputError, require
-from metacal.forward_mode import plain_attention
+from metacal.network import Network, Streams
 
-__all__ = ["Problem", "coupling_layer", "logit_factor", "logit_gradient", "logit_hessian"]
+__all__ = [
+    "LOSSES",
+    "Problem",
+    "check_vector",
+    "coupling_layer",
+    "factor_columns",
+    "logit_factor",
+    "logit_gradient",
+    "logit_hessian",
+]
 
 LOSSES = ("cross_entropy", "mse")
 
@@ -93,19 +101,9 @@ def _is_backbone(model: nn.Module) -> bool:
     return any(c.__name__ == "Backbone" and c.__module__.startswith("metacal.models") for c in type(model).__mro__)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The plain module of a compiled one: compiled code has no double backward."""
-    return getattr(model, "_orig_mod", model)
-
-
 @contextlib.contextmanager
 def _exact_math(device: torch.device) -> Iterator[None]:
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-        plain_attention(),
-    ):
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
@@ -117,26 +115,17 @@ def coupling_layer(model: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
-def _rng_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    other = None
-    if device.type != "cpu":
-        other = torch.get_device_module(device).get_rng_state(device)
-    return torch.get_rng_state(), other
-
-
 @dataclass
 class Problem:
     """A network, a batch and a loss, checked. Make it with `Problem.of`."""
 
-    model: nn.Module
+    network: Network
     x: Tensor
     y: Tensor
     loss: str
-    names: list[str]
-    params: list[Tensor]
     randomness: str = "refuse"
     seed: int = 0
-    is_backbone: bool = False
+    pairs: bool = False  # whether the model may return (logits, features)
     random: bool = False  # whether the last evaluation drew random numbers
     row_modules: set[nn.Module] | None = None  # see `layers.examples_depend`
 
@@ -149,17 +138,19 @@ class Problem:
         loss: str = "cross_entropy",
         randomness: str = "refuse",
         seed: int = 0,
+        pairs: bool = False,
     ) -> Problem:
         """Check the arguments.
 
         `loss` is "cross_entropy" or "mse"; `randomness` says what happens if the network draws random numbers
-        (dropout in training mode): "refuse" raises, "freeze" evaluates with one mask, drawn from `seed`.
+        (dropout in training mode): "refuse" raises, "freeze" evaluates with one mask, drawn from `seed`. `pairs`: the
+        model may return (logits, features), as a Backbone does anyway.
 
         Raises `InputError` for a model that is no module or has no trainable parameter, empty or mismatched x
-        and y, labels that are no integers, parameters in half precision, and unknown names.
+        and y, labels that are no integers, parameters in half precision or complex, and unknown names.
         """
         require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
-        model = _unwrapped(model)
+        network = Network(model)
         require(loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         require(randomness in ("refuse", "freeze"), f"randomness must be refuse or freeze, got {randomness!r}")
         require(isinstance(x, Tensor) and isinstance(y, Tensor), "x and y must be tensors")
@@ -172,9 +163,8 @@ class Problem:
             not (y.is_floating_point() or y.is_complex() or y.dtype is torch.bool),
             f"y must hold integer labels, got {y.dtype}",
         )
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        require(bool(named), "model has no trainable parameter (none with requires_grad)")
-        dtypes = {p.dtype for _, p in named}
+        require(bool(network.params), "model has no trainable parameter (none with requires_grad)")
+        dtypes = {p.dtype for p in network.params}
         require(
             len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64},
             f"trainable parameters must all be float32 or all float64, got {sorted(map(str, dtypes))}",
@@ -182,17 +172,19 @@ class Problem:
         with torch.inference_mode(False):  # tensors made in inference mode cannot be saved for a reverse pass
             x, y = (t.clone() if t.is_inference() else t.detach() for t in (x, y))
             y = y.to(device=x.device, dtype=torch.long)
-        return cls(
-            model=model,
-            x=x,
-            y=y,
-            loss=loss,
-            names=[n for n, _ in named],
-            params=[p for _, p in named],
-            randomness=randomness,
-            seed=seed,
-            is_backbone=_is_backbone(model),
-        )
+        return cls(network, x, y, loss, randomness, seed, pairs or _is_backbone(network.model))
+
+    @property
+    def model(self) -> nn.Module:
+        return self.network.model
+
+    @property
+    def names(self) -> list[str]:
+        return self.network.names
+
+    @property
+    def params(self) -> list[Tensor]:
+        return self.network.params
 
     def __len__(self) -> int:
         return len(self.x)
@@ -200,14 +192,15 @@ class Problem:
     @property
     def coupled(self) -> str | None:
         """Why the examples of this batch depend on each other, or None."""
-        if (found := coupling_layer(self.model)) is None:
+        coupling = coupling_layer(self.model)
+        if coupling is None:
             return None
-        name, layer = found
+        name, layer = coupling
         return f"{name} ({type(layer).__name__}) normalises by the statistics of the batch"
 
     def part(self, rows: slice | Tensor) -> Problem:
         """The same problem on some of the examples."""
-        return Problem(**{**self.__dict__, "x": self.x[rows], "y": self.y[rows]})
+        return replace(self, x=self.x[rows], y=self.y[rows])
 
     def parts(self, chunk_size: int | None) -> list[Problem]:
         """The examples in order, at most `chunk_size` at a time.
@@ -235,45 +228,30 @@ class Problem:
         """The context in which everything about this problem is evaluated."""
         return _exact_math(self.x.device)
 
-    def logits(self, replaced: dict[str, Tensor] | None = None, x: Tensor | None = None) -> Tensor:
+    def logits(self, values: Mapping[str, Tensor] | None = None, x: Tensor | None = None) -> Tensor:
         """The network's logits (n, K), checked; call it inside `math()`.
 
-        `replaced` gives other values to some parameters by name; x other inputs. Buffers are cloned, random
-        generators restored. Raises `InputError` for outputs that are no logits, and for random numbers drawn
-        under randomness="refuse".
+        `values` gives other values to some parameters by name; x other inputs. Buffers and random streams do not move.
+        Raises `InputError` for outputs that are no logits, and for random numbers drawn under randomness="refuse".
         """
         x = self.x if x is None else x
-        state = {n: b.clone() for n, b in self.model.named_buffers()}
-        state.update(replaced or {})
-        device = self.x.device
-        before = _rng_states(device)
-        try:
-            if self.randomness == "freeze":
-                torch.default_generator.manual_seed(self.seed)
-                if device.type != "cpu":
-                    with torch.get_device_module(device).device(device):
-                        torch.get_device_module(device).manual_seed(self.seed)
-            drawn_from = before if self.randomness == "refuse" else _rng_states(device)
-            out = torch.func.functional_call(self.model, state, (x,)) if state else self.model(x)
-            after = _rng_states(device)
-        finally:
-            torch.set_rng_state(before[0])
-            if before[1] is not None:
-                torch.get_device_module(device).set_rng_state(before[1], device)
-        self.random = any(a is not None and b is not None and not torch.equal(a, b) for a, b in zip(drawn_from, after))
+        frozen = self.randomness == "freeze"
+        params = [(values or {}).get(name, p) for name, p in zip(self.names, self.params)]
+        with Streams.aside(self.x.device, seed=self.seed, seeded=frozen):
+            before = Streams(self.x.device)
+            with self.network.holding(params) if values else contextlib.nullcontext():
+                out, features = self.network.aside(x)
+            self.random = before.moved()
         require(
-            not self.random or self.randomness == "freeze",
+            not self.random or frozen,
             "model draws random numbers (dropout in training mode?), so two evaluations differ: call "
             "model.eval(), or pass randomness='freeze' to hold one mask",
         )
-        if self.is_backbone and isinstance(out, tuple):
-            out = out[0]
-        if not isinstance(out, Tensor):
-            kind = f"a {type(out).__name__}" + (f" of {len(out)}" if isinstance(out, Sequence) else "")
-            raise InputError(
-                f"model must map x to logits (N, K), it returned {kind}: return the logits alone, or wrap "
-                "the network in metacal.Backbone"
-            )
+        require(
+            features is None or self.pairs,
+            "model must map x to logits (N, K), it returned a tuple of 2: return the logits alone, or wrap the network "
+            "in metacal.Backbone",
+        )
         require(
             out.ndim == 2 and len(out) == len(x) and out.shape[1] >= 2,
             f"model must map x to logits (N, K) with N = {len(x)}, K >= 2; it returned shape {tuple(out.shape)}",

@@ -7,72 +7,56 @@ With J_n = ∂z_n/∂θ and S_n, u as in `problem`:
     G v = 1/N Σ_n J_nᵀ S_n J_n v
     H v = ∇²L v = G v + R v,   R = Σ_nk u_nk ∇²z_nk
 
-Four routes lead to J v; F is one forward pass and a reverse pass costs about 2F.
+The formulas are in `metacal.autodiff.derivatives`. Two routes lead there; F is one forward pass and a reverse pass
+costs about 2F.
 
-`tape`         Carry tangents along the recorded forward pass (`tape`), whose values are there already: 2F, and 2F for
-               the reverse half. For H v the run is differentiated, ∇_θ(u·Jv): 5F. Needs a rule for every function.
-`double-vjp`   Record Jᵀu once as a graph in u; it is linear in u, so its reverse derivative along v is J v. 2F, and
-               2F for the reverse half: 4F a product, after 3F once. Needs double backward.
-`forward`      Keep the reverse graph of the logits, take a fresh Jacobian-vector product in forward mode: 5F.
-`reverse`      (H only) reverse over reverse on the recorded gradient: 4F to 6F.
-`forward-over-reverse`  (H only) where double backward is missing; nothing is kept, 9F.
+`tape`      Carry derivatives along the recorded forward pass (`metacal.autodiff.tape`), whose values are there already:
+            J v costs 2F, G v 4F, and H v, for which the run is differentiated, 5F. Needs a rule for every function.
+`reverse`   Record Jᵀu once as a graph in u and θ, with normalisations spelled out: its derivative along v in u is J v,
+            in θ H v. 2F to 4F for J v, after 3F once. Needs a second derivative of every function.
 
-The tape is tried first. Double backward of convolutions is dear (measured: J v costs 1.2 training steps on a
-ResNet-20, forward mode 0.8, while on an MLP it is 0.45 against 1.5), so networks with convolutions try `forward` next
-and the others `double-vjp`. A route that raises is dropped for the next, and the first product of each operator is
-verified at no cost: ⟨w, J v⟩ must equal ⟨Jᵀw, v⟩, where Jᵀw is an ordinary backward pass.
+The tape is tried first. The first product of each operator is verified at no cost: ⟨w, J v⟩ must equal ⟨Jᵀw, v⟩, where
+Jᵀw is an ordinary backward pass.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
+from metacal.autodiff.derivatives import (
+    dot,
+    filled,
+    hv_along,
+    hv_by_reverse,
+    jv_by_reverse,
+    pulled_back,
+    recorded_gradient,
+)
+from metacal.autodiff.plain import PlainNorms
 from metacal.autodiff.tape import Tape
 from metacal.curvature.layers import cache_block, examples_depend
 from metacal.curvature.problem import Problem, check_vector, logit_gradient, logit_hessian
 from metacal.errors import InputError, require
-from metacal.forward_mode import dual_level
 
 __all__ = ["Curvature", "ggn_product", "hessian_product"]
 
-ROUTES = ("auto", "tape", "double-vjp", "forward")
-
-
-def _graph_names(*roots: Any) -> set[str]:
-    """Names of all nodes of an autograd graph."""
-    seen, stack, names = set(roots), list(roots), set()
-    while stack:
-        node = stack.pop()
-        names.add(node.name())
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return names
-
-
-def _filled(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, params)]
-
-
-def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    return torch.stack([torch.dot(s.reshape(-1), t.reshape(-1)) for s, t in zip(a, b)]).sum()
+ROUTES = ("tape", "reverse")
+Result = TypeVar("Result")
 
 
 @dataclass
 class _Recorded:
-    """Graphs of one chunk: logits z and the tape of that pass; once asked for, u(z), and g = Jᵀu as a graph in u, θ."""
+    """One chunk's pass: logits with their graph, and the tape; or, by reverse passes, u(z) and g = Jᵀu."""
 
     z: Tensor
-    tape: Tape | None = None
+    tape: Tape | None
     u: Tensor | None = None
     g: list[Tensor | None] | None = None
 
@@ -82,10 +66,10 @@ class Curvature:
 
     The graphs are recorded at the first product and kept until `release()` (or the end of a `with` block), so a
     Lanczos run pays for them once. With `chunk_size` below N only one chunk's graphs live at a time: each product
-    rebuilds them (7F instead of 4F), and the result is the same up to rounding.
+    rebuilds them, and the result is the same up to rounding.
 
     Arguments: `model` maps x to logits (N, K), in whatever mode it is; labels `y` (N,); `loss` "cross_entropy" or
-    "mse"; `route` "auto", "double-vjp" or "forward"; `randomness` "refuse" or "freeze" (see `Problem.of`).
+    "mse"; `route` "auto", "tape" or "reverse"; `randomness` "refuse" or "freeze" (see `Problem.of`).
     Vectors are lists of tensors, shaped and ordered like the trainable entries of `model.parameters()`.
 
     Attributes: `params`, `size` (their number of entries), `logits` (N, K) detached, `loss_value`; `gn_route`,
@@ -107,7 +91,7 @@ class Curvature:
         randomness: str = "refuse",
         seed: int = 0,
     ) -> None:
-        require(route in ROUTES, f"route must be one of {', '.join(ROUTES)}, got {route!r}")
+        require(route in ("auto", *ROUTES), f"route must be one of auto, {', '.join(ROUTES)}, got {route!r}")
         self.problem = Problem.of(model, x, y, loss, randomness, seed)
         self._keep_all = chunk_size is None
         with self.problem.math():
@@ -120,9 +104,9 @@ class Curvature:
         self.gn_route: str | None = None
         self.hessian_route: str | None = None
         self.quadratic_route: str | None = None
-        self._asked = route
+        self._routes = list(ROUTES) if route == "auto" else [route]
         self._versions = [p._version for p in self.params]
-        self._kept: dict[int, _Recorded] = {}
+        self._kept: dict[tuple[int, str], _Recorded] = {}
         self._chosen: set[int] | None = None  # the chunks that products run over; None: all
         self._logits: list[Tensor | None] = [None] * len(self._parts)
         self._failed: dict[str, str] = {}  # routes to J v that do not work here, and why
@@ -167,7 +151,7 @@ class Curvature:
         for i, part in enumerate(self._parts):
             if self._logits[i] is None:
                 with part.math():
-                    self._record(i)
+                    self._any(i)
         return torch.cat([z for z in self._logits if z is not None])
 
     @property
@@ -180,135 +164,104 @@ class Curvature:
 
     # -- recording -------------------------------------------------------------------------------------------
 
-    def _forward(self, part: Problem) -> tuple[Tensor, Tape | None]:
-        if self._asked not in ("auto", "tape"):
-            return part.logits(), None
-        with Tape(self.params) as tape:
-            z = part.logits()
-        return z, tape.close(z)
-
-    def _tape(self, i: int) -> Tape:
-        """The tape of chunk i; RuntimeError where it cannot be used."""
-        tape = self._record(i).tape
-        if tape is None or tape.failure is not None:
-            raise RuntimeError("not recorded" if tape is None else tape.failure)
-        return tape
-
-    def _record(self, i: int, second: bool = False) -> _Recorded:
-        """Graphs of chunk i; `second` adds the gradient as a graph."""
+    def _record(self, i: int, route: str) -> _Recorded:
+        """The graphs of chunk i for a route. RuntimeError where the route does not work."""
         require(
             [p._version for p in self.params] == self._versions,
             "parameters changed since this Curvature was made: make a new one",
         )
-        part = self._parts[i]
-        if i in self._kept:
-            kept = self._kept[i]
-        else:
-            if not self._keep_all:
-                self._kept.clear()  # free the last chunk's graphs before building this one's
-            z, tape = self._forward(part)
-            require(z.requires_grad, "logits do not depend on any trainable parameter")
+        if route in self._failed:
+            raise RuntimeError(self._failed[route])
+        if (i, route) not in self._kept:
+            if not self._keep_all:  # free the last chunk's graphs before building this one's
+                self._kept = {key: graphs for key, graphs in self._kept.items() if key[0] == i}
+            recorded = self._passed(self._parts[i], route)
             if self._logits[i] is None:
-                part.check_logits(z)
-                self._logits[i] = z.detach()
-            kept = _Recorded(z, tape)
-            self._kept[i] = kept
-        if second and kept.g is None:
-            u = logit_gradient(kept.z, part.y, part.loss) / len(self.problem)
-            kept.g = list(torch.autograd.grad(kept.z, self.params, u, create_graph=True, allow_unused=True))
-            kept.u = u
-            # the engine would silently skip a function that is once_differentiable
-            roots = [g.grad_fn for g in kept.g if g is not None and g.grad_fn is not None]
-            if any(name.endswith("Error") for name in _graph_names(*roots)):
-                kept.g = kept.u = None
-                raise RuntimeError("a function marked once_differentiable has no double backward")
-        return kept
+                self._parts[i].check_logits(recorded.z)
+                self._logits[i] = recorded.z.detach()
+            self._kept[i, route] = recorded
+        return self._kept[i, route]
 
-    # -- the halves, chunk by chunk ---------------------------------------------------------------------------
+    def _passed(self, part: Problem, route: str) -> _Recorded:
+        with PlainNorms() if route == "reverse" else Tape(self.params) as mode:
+            z = part.logits()
+        require(z.requires_grad, "logits do not depend on any trainable parameter")
+        tape = mode.close(z) if isinstance(mode, Tape) else None
+        if tape is not None and tape.failure is not None:
+            self._failed[route] = tape.failure
+            raise RuntimeError(tape.failure)
+        return _Recorded(z, tape)
 
-    def _jv_tape(self, i: int, v: list[Tensor]) -> Tensor:
-        tape = self._tape(i)  # outside no_grad: it may have to record
-        with torch.no_grad():
-            first, _ = tape.run(v)
-        return torch.zeros_like(self._record(i).z, requires_grad=False) if first is None else first
+    def _reversed(self, i: int) -> _Recorded:
+        """The same with the gradient as a graph."""
+        recorded, part = self._record(i, "reverse"), self._parts[i]
+        if recorded.g is None:
+            recorded.u = logit_gradient(recorded.z, part.y, part.loss) / len(self.problem)
+            recorded.g = recorded_gradient(recorded.z, self.params, recorded.u)
+        return recorded
 
-    def _jv_double(self, i: int, v: list[Tensor]) -> Tensor:
-        kept = self._record(i, second=True)
-        assert kept.g is not None and kept.u is not None
-        used = [(g, a) for g, a in zip(kept.g, v) if g is not None and g.requires_grad]
-        # g depends on θ as well; the engine walks only the paths to u
-        (out,) = torch.autograd.grad([g for g, _ in used], kept.u, [a for _, a in used], retain_graph=True)
-        return out.detach()
-
-    def _jv_forward(self, i: int, v: list[Tensor]) -> Tensor:
-        with torch.no_grad(), dual_level():
-            duals = {n: forward_ad.make_dual(p.detach(), a) for n, p, a in zip(self.problem.names, self.params, v)}
-            tangent = forward_ad.unpack_dual(self._parts[i].logits(duals)).tangent
-        require(tangent is not None, "logits do not depend on any trainable parameter")
-        assert tangent is not None
-        return tangent.detach()
-
-    def _jt(self, i: int, w: Tensor) -> list[Tensor]:
-        kept = self._record(i)
-        grads = torch.autograd.grad(kept.z, self.params, w, retain_graph=True, allow_unused=True)
-        return _filled(grads, self.params)
-
-    def _gn_routes(self, i: int) -> list[str]:
-        """The routes to try, the cheaper first."""
-        if self._asked != "auto":
-            return [self._asked]
-        names = _graph_names(self._record(i).z.grad_fn)
-        if any("Convolution" in n or "BatchNorm" in n for n in names):
-            return ["tape", "forward", "double-vjp"]
-        return ["tape", "double-vjp", "forward"]
-
-    def _jv_chunk(self, i: int, v: list[Tensor]) -> Tensor:
-        """J v of chunk i by the chosen route, or by the first one that does not raise."""
-        routes = {"tape": self._jv_tape, "double-vjp": self._jv_double, "forward": self._jv_forward}
-        if self.gn_route is not None:
-            return routes[self.gn_route](i, v)
-        for name in self._gn_routes(i):
-            if name in self._failed:
-                continue
+    def _by_either(self, what: str, product: Callable[[str], Result], known: str | None = None) -> tuple[Result, str]:
+        """What `product` returns for its known route, or else for the first one that works, and that route."""
+        failures = []
+        for route in self._routes if known is None else [known]:
             try:
-                jv = routes[name](i, v)
-                self.gn_route = name
-                return jv
-            except InputError:
-                raise
+                return product(route), route
             except (RuntimeError, NotImplementedError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if isinstance(error, torch.OutOfMemoryError) or known is not None:
                     raise
-                self._failed[name] = str(error).strip().splitlines()[0]
-        reasons = "; ".join(f"{name}: {why}" for name, why in self._failed.items())
-        raise InputError(f"no route to J v works for this network ({reasons})")
+                failures.append(f"{route}: {str(error).strip().splitlines()[0]}")
+        raise InputError(f"no route to {what} works for this network ({'; '.join(failures)})")
 
-    def _verified(self, jv: Tensor, w: Tensor, back: list[Tensor], v: list[Tensor]) -> bool:
-        """Whether ⟨w, J v⟩ = ⟨Jᵀw, v⟩, where Jᵀw is an ordinary reverse pass; else the route is struck off."""
-        scale = float(jv.norm() * w.norm())
-        gap = abs(float((w * jv).sum() - _dot(back, v)))
-        if gap > (1e-7 if jv.dtype == torch.float64 else 2e-3) * scale:
-            assert self.gn_route is not None
-            self._failed[self.gn_route] = f"its product disagrees with the reverse pass by {gap / scale:.1e}"
-            self.gn_route = None
-            return False
-        self._checked = True
-        return True
+    def _any(self, i: int) -> _Recorded:
+        """Graphs of chunk i for an ordinary reverse pass."""
+        kept = [self._kept[i, route] for route in self._routes if (i, route) in self._kept]
+        return kept[0] if kept else self._by_either("the gradient", lambda route: self._record(i, route))[0]
+
+    def prepare(self) -> None:
+        """Record now what products will use, so that `gradient` comes free with it."""
+        if not self._keep_all:
+            return
+        with self.problem.math(), contextlib.suppress(RuntimeError):  # a product will say what does not work
+            for i, _ in self._active():
+                if self._any(i).tape is None:
+                    self._reversed(i)
 
     # -- products --------------------------------------------------------------------------------------------
+
+    def _jv_chunk(self, i: int, v: list[Tensor], route: str) -> Tensor:
+        tape = self._record(i, route).tape
+        if tape is not None:
+            return tape.jv(v)
+        recorded = self._reversed(i)
+        assert recorded.g is not None and recorded.u is not None
+        return jv_by_reverse(recorded.g, recorded.u, v)
+
+    def _verify(self, route: str, jv: Tensor, w: Tensor, back: list[Tensor], v: list[Tensor]) -> None:
+        """RuntimeError unless ⟨w, J v⟩ = ⟨Jᵀw, v⟩, where Jᵀw is an ordinary reverse pass."""
+        if self._checked:
+            return
+        scale = float(jv.norm() * w.norm())
+        gap = abs(float((w * jv).sum()) - float(dot(back, v) or 0.0))
+        if gap > (1e-7 if jv.dtype == torch.float64 else 2e-3) * scale:
+            self._failed[route] = f"its product disagrees with the reverse pass by {gap / scale:.1e}"
+            raise RuntimeError(self._failed[route])
+        self._checked = True
 
     def jv(self, v: Sequence[Tensor]) -> Tensor:
         """J v, (N, K)."""
         v = check_vector(v, self.params)
-        with self.problem.math():
-            while True:
-                jv = torch.cat([self._jv_chunk(i, v) for i, _ in self._active()])
-                if self._checked:
-                    return jv
+
+        def product(route: str) -> Tensor:
+            jv = torch.cat([self._jv_chunk(i, v, route) for i, _ in self._active()])
+            if not self._checked:
                 w = jv.clone()
                 w.view(-1)[::3] *= -0.5  # not J v itself, to which an error may be orthogonal
-                if self._verified(jv, w, self.jtu(w), v):
-                    return jv
+                self._verify(route, jv, w, self.jtu(w), v)
+            return jv
+
+        with self.problem.math():
+            jv, self.gn_route = self._by_either("J v", product, self.gn_route)
+        return jv
 
     def jtu(self, w: Tensor) -> list[Tensor]:
         """Jᵀ w for w (N, K)."""
@@ -316,7 +269,7 @@ class Curvature:
             total: list[Tensor] | None = None
             row = 0
             for i, part in self._active():
-                total = _added(total, self._jt(i, w[row : row + len(part)]))
+                total = _added(total, pulled_back(self._any(i).z, self.params, w[row : row + len(part)]))
                 row += len(part)
         assert total is not None
         return total
@@ -327,156 +280,102 @@ class Curvature:
         with self.problem.math():
             total: list[Tensor] | None = None
             for i, part in self._active():
-                kept = self._record(i)
-                if kept.g is not None:
-                    grads = [g if g is None else g.detach() for g in kept.g]
-                    total = _added(total, _filled(grads, self.params))
+                recorded = self._any(i)
+                if recorded.g is not None:
+                    grads = [t.detach() for t in filled(recorded.g, self.params)]
                 else:
-                    total = _added(total, self._jt(i, logit_gradient(kept.z.detach(), part.y, part.loss) / n))
+                    u = logit_gradient(recorded.z.detach(), part.y, part.loss) / n
+                    grads = pulled_back(recorded.z, self.params, u)
+                total = _added(total, grads)
         assert total is not None
         return total
-
-    def prepare(self, matrix: str) -> None:
-        """Record now what products with `matrix` ("gn", "hessian") will use, so that `gradient` comes free with it."""
-        if not self._keep_all:
-            return
-        with self.problem.math():
-            tape = self._record(0).tape
-            if tape is not None and tape.failure is None:
-                return
-            if matrix == "hessian" or next(r for r in self._gn_routes(0) if r != "tape") == "double-vjp":
-                for i, _ in self._active():
-                    self._record(i, second=True)
 
     def gn(self, v: Sequence[Tensor]) -> list[Tensor]:
         """G v, like the parameters."""
         v = check_vector(v, self.params)
-        n = len(self.problem)
+
+        def product(route: str) -> list[Tensor]:
+            total: list[Tensor] | None = None
+            moved, pulled = [], []
+            for i, part in self._active():
+                z = self._record(i, route).z
+                moved.append(self._jv_chunk(i, v, route))
+                pulled.append(logit_hessian(z.detach(), moved[-1], part.loss) / len(self.problem))
+                total = _added(total, pulled_back(z, self.params, pulled[-1]))
+            assert total is not None
+            self._verify(route, torch.cat(moved), torch.cat(pulled), total, v)
+            return total
+
         with self.problem.math():
-            while True:
-                total: list[Tensor] | None = None
-                moved, pulled = [], []
-                for i, part in self._active():
-                    jv = self._jv_chunk(i, v)
-                    w = logit_hessian(self._record(i).z.detach(), jv, part.loss) / n
-                    total = _added(total, self._jt(i, w))
-                    moved.append(jv)
-                    pulled.append(w)
-                assert total is not None
-                if self._checked or self._verified(torch.cat(moved), torch.cat(pulled), total, v):
-                    return total
+            total, self.gn_route = self._by_either("J v", product, self.gn_route)
+        return total
 
     def hessian(self, v: Sequence[Tensor]) -> list[Tensor]:
         """H v, like the parameters."""
         v = check_vector(v, self.params)
-        routes = {"tape": self._hv_tape, "reverse": self._hv_reverse, "forward-over-reverse": self._hv_forward}
-        failures = []
-        with self.problem.math():
-            for name in list(routes) if self.hessian_route is None else [self.hessian_route]:
-                try:
-                    total: list[Tensor] | None = None
-                    for i, _ in self._active():
-                        total = _added(total, routes[name](i, v))
-                    assert total is not None
-                    if self.hessian_route is None and name == "forward-over-reverse":
-                        self._check_symmetry(v, total)
-                    self.hessian_route = name
-                    return total
-                except (RuntimeError, NotImplementedError) as error:
-                    if isinstance(error, torch.OutOfMemoryError) or self.hessian_route is not None:
-                        raise
-                    failures.append(f"{name}: {str(error).strip().splitlines()[0]}")
-        raise InputError(f"no route to H v works for this network ({'; '.join(failures)})")
 
-    def _check_symmetry(self, v: list[Tensor], hv: list[Tensor]) -> None:
-        """RuntimeError unless ⟨w, H v⟩ = ⟨v, H w⟩ for another vector w, by forward over reverse."""
-        w = [torch.linspace(-1, 1, p.numel()).to(p).reshape(p.shape) for p in self.params]
-        hw: list[Tensor] | None = None
-        for i, _ in self._active():
-            hw = _added(hw, self._hv_forward(i, w))
-        assert hw is not None
-        a, b = float(_dot(w, hv)), float(_dot(v, hw))
-        scale = float(_dot(w, w) * _dot(hv, hv)) ** 0.5
-        if abs(a - b) > 1e-3 * (abs(a) + abs(b)) + 1e-5 * scale:
-            raise RuntimeError(f"the product is not symmetric, {a:.6g} and {b:.6g}")
+        def product(route: str) -> list[Tensor]:
+            total: list[Tensor] | None = None
+            for i, _ in self._active():
+                total = _added(total, self._hv_chunk(i, v, route)[0])
+            assert total is not None
+            return total
+
+        with self.problem.math():
+            total, self.hessian_route = self._by_either("H v", product, self.hessian_route)
+        return total
+
+    def _hv_chunk(self, i: int, v: list[Tensor], route: str) -> tuple[list[Tensor], Tensor]:
+        """(H v, J v)."""
+        part, tape = self._parts[i], self._record(i, route).tape
+        if tape is None:
+            recorded = self._reversed(i)
+            assert recorded.g is not None
+            return hv_by_reverse(recorded.g, self.params, v), self._jv_chunk(i, v, route)
+        z = self._record(i, route).z
+        z1 = tape.run(v)[0]
+        u = logit_gradient(z, part.y, part.loss) / len(self.problem)
+        return hv_along(z1, u, self.params), torch.zeros_like(z).detach() if z1 is None else z1.detach()
 
     def quadratic(self, v: Sequence[Tensor]) -> float:
         """vᵀH v = d²L(θ + εv)/dε²: from second derivatives of the logits along v (5F), else from a product with H."""
-        v = check_vector(v, self.params)
-        n, total = len(self.problem), 0.0
-        try:
-            with self.problem.math():
-                for i, part in self._active():
-                    tape = self._tape(i)
-                    with torch.no_grad():
-                        first, second = tape.run(v, second=True)
-                    z = self._record(i).z.detach()
-                    u = logit_gradient(z, part.y, part.loss)
-                    if first is not None:
-                        total += float((first * logit_hessian(z, first, part.loss)).sum())
-                    if second is not None:
-                        total += float((u * second).sum())
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            value = float(_dot(self.hessian(v), v))
-            self.quadratic_route = f"Hessian product, {self.hessian_route}"
-            return value
-        self.quadratic_route = "second derivatives, tape"
-        return total / n
+        return self.residual_quadratic(v)[0]
 
     def residual_quadratic(self, v: Sequence[Tensor]) -> tuple[float, float]:
-        """(vᵀH v, vᵀG v) from one reverse pass over the recorded gradient: no separate product with G."""
+        """(vᵀH v, vᵀG v), as `quadratic`: without a product with G."""
         v = check_vector(v, self.params)
-        n, h, g = len(self.problem), 0.0, 0.0
+
+        def product(route: str) -> list[tuple[float, float]]:
+            return [self._product_chunk(i, v, route) for i, _ in self._active()]
+
         with self.problem.math():
-            for i, part in self._active():
-                kept = self._record(i, second=True)
-                assert kept.g is not None and kept.u is not None
-                used = [(t, a) for t, a in zip(kept.g, v) if t is not None and t.requires_grad]
-                both = torch.autograd.grad(
-                    [t for t, _ in used],
-                    [kept.u, *self.params],
-                    [a for _, a in used],
-                    retain_graph=True,
-                    allow_unused=True,
-                )
-                jv = both[0].detach()
-                h += float(_dot(_filled(both[1:], self.params), v))
-                g += float((jv * logit_hessian(kept.z.detach(), jv, part.loss)).sum()) / n
-        return h, g
+            try:
+                parts = [self._second_chunk(i, v) for i, _ in self._active()]
+                self.quadratic_route = "second derivatives, tape"
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                parts, self.hessian_route = self._by_either("H v", product, self.hessian_route)
+                self.quadratic_route = f"Hessian product, {self.hessian_route}"
+        return sum(h for h, _ in parts), sum(g for _, g in parts)
 
-    def _hv_tape(self, i: int, v: list[Tensor]) -> list[Tensor]:
-        tape = self._tape(i)
-        kept, part = self._record(i), self._parts[i]
-        first, _ = tape.run(v)
-        if first is None:
-            return [torch.zeros_like(p) for p in self.params]
-        u = logit_gradient(kept.z, part.y, part.loss) / len(self.problem)
-        grads = torch.autograd.grad((u * first).sum(), self.params, retain_graph=True, allow_unused=True)
-        return _filled(grads, self.params)
+    def _second_chunk(self, i: int, v: list[Tensor]) -> tuple[float, float]:
+        """z₁ᵀS z₁ + u·z₂ and z₁ᵀS z₁, over N."""
+        recorded, part, n = self._record(i, self._routes[0]), self._parts[i], len(self.problem)
+        if recorded.tape is None:
+            raise RuntimeError("not recorded")
+        z = recorded.z.detach()
+        with torch.no_grad():
+            z1, z2 = recorded.tape.run(v, second=True)
+            g = 0.0 if z1 is None else float((z1 * logit_hessian(z, z1, part.loss)).sum()) / n
+            r = 0.0 if z2 is None else float((z2 * logit_gradient(z, part.y, part.loss)).sum()) / n
+        return g + r, g
 
-    def _hv_reverse(self, i: int, v: list[Tensor]) -> list[Tensor]:
-        kept = self._record(i, second=True)
-        assert kept.g is not None
-        used = [(g, a) for g, a in zip(kept.g, v) if g is not None and g.requires_grad]
-        grads = torch.autograd.grad(
-            [g for g, _ in used], self.params, [a for _, a in used], retain_graph=True, allow_unused=True
-        )
-        return [g.detach() for g in _filled(grads, self.params)]
-
-    def _hv_forward(self, i: int, v: list[Tensor]) -> list[Tensor]:
-        part = self._parts[i]
-        with dual_level():
-            duals = {
-                n: forward_ad.make_dual(p.detach().requires_grad_(), a)
-                for n, p, a in zip(self.problem.names, self.params, v)
-            }
-            z = part.logits(duals)
-            u = logit_gradient(z, part.y, part.loss) / len(self.problem)
-            grads = torch.autograd.grad(z, list(duals.values()), u, allow_unused=True)
-            tangents = [None if g is None else forward_ad.unpack_dual(g).tangent for g in grads]
-        return [t.detach() for t in _filled(tangents, self.params)]
+    def _product_chunk(self, i: int, v: list[Tensor], route: str) -> tuple[float, float]:
+        part, z = self._parts[i], self._record(i, route).z.detach()
+        hv, jv = self._hv_chunk(i, v, route)
+        g = float((jv * logit_hessian(z, jv, part.loss)).sum()) / len(self.problem)
+        return float(dot(hv, v) or 0.0), g
 
 
 def _added(total: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from metacal.curvature.layers import capture, examples_depend, per_example_gram
 from metacal.curvature.problem import check_vector
 from metacal.curvature.products import Curvature
+from metacal.curvature.sampling import Estimate
 from metacal.curvature.spectrum import Eigen, check_search, flatten, gn_sharpness, lanczos, start_vector, unflatten
-from metacal.curvature.trace import Estimate
 from metacal.errors import InputError, require
 
 __all__ = [
@@ -51,7 +51,7 @@ def batch_sharpness(
         seen += 1
         x, y = batch
         with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness) as c:
-            c.prepare("hessian")
+            c.prepare()
             g = flatten(c.gradient())
             size = g.norm()  # divided out first: the square of a small gradient may underflow
             if not float(size) > 0:
@@ -119,7 +119,7 @@ def preconditioned_sharpness(
             f"preconditioner must be positive and finite, its smallest entry is {float(diagonal.min())}",
         )
         scale = diagonal.rsqrt()
-        c.prepare("hessian")
+        c.prepare()
         flat, generator = start_vector(c, start, seed)
         if start is None:
             flat = flat * scale

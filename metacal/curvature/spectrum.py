@@ -262,7 +262,7 @@ def _search(
     require(k <= c.size, f"k must not exceed the {c.size} trainable parameters, got {k}")
     require(matrix in ("gn", "hessian"), f"matrix must be gn or hessian, got {matrix!r}")
     product = c.gn if matrix == "gn" else c.hessian
-    c.prepare(matrix)
+    c.prepare()
 
     def apply(v: Tensor) -> Tensor:
         return flatten(product(unflatten(v, c.params)))

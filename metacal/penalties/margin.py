@@ -14,9 +14,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from metacal.autodiff.graph import require_second_derivative
 from metacal.errors import require, require_choice
 from metacal.margins import dual_norm, true_margin
-from metacal.penalties.evaluate import check_batch, check_number, logits_of, require_second_derivative
+from metacal.penalties.evaluate import check_batch, check_number, logits_of
 from metacal.penalties.pixels import Pixels, check_pixels, to_inputs
 
 __all__ = ["check_tail", "margin_smoothness", "margin_tail", "mbls", "robust_margin_tail"]

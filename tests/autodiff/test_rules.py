@@ -21,7 +21,7 @@ from autodiff.functions import (
 from torch import Tensor
 
 from metacal.autodiff.plain import PlainNorms
-from metacal.forward_mode import plain_attention
+from metacal.network import plain_attention
 
 ALL = {**FUNCTIONS, **SPELLED_OUT, **MORE, **FIRST, **{name: f for name, (f, _) in EQUAL.items()}}
 

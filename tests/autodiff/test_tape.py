@@ -167,7 +167,7 @@ def test_every_route_gives_the_same_products(name: str) -> None:
     g = torch.Generator().manual_seed(0)
     v = [torch.randn(p.shape, generator=g, dtype=p.dtype) for p in dense.trainable(model)]
     products = []
-    for route in ("tape", "double-vjp", "forward"):
+    for route in ("tape", "reverse"):
         with Curvature(model, x, y, route=route) as c:
             products.append((dense.flat(c.gn(v)), dense.flat(c.hessian(v)), c.quadratic(v)))
             assert c.gn_route == route and (c.hessian_route == "tape") == (route == "tape")

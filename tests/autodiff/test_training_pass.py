@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from metacal.autodiff.plain import PlainNorms
 from metacal.autodiff.tape import Tape
-from metacal.forward_mode import plain_attention
+from metacal.network import plain_attention
 
 
 def by_double_backward(model: nn.Module, x: Tensor, v: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import doctest
 from collections.abc import Sequence
 
 import pytest
 import torch
-from autodiff.nets import DEPENDENT, NETS, K, build
+from autodiff.nets import DEPENDENT, NETS, K, build, build_training
 from reference import curvature as dense
 from torch import Tensor, nn
 
-from metacal.curvature import Curvature, ggn_product, hessian_product
+from metacal.autodiff import derivatives
+from metacal.autodiff.kinds import elementwise
+from metacal.autodiff.rules import RULES
+from metacal.curvature import Curvature, ggn_product, gn_sharpness, gn_trace, hessian_product, hessian_trace
 from metacal.errors import InputError
 
 
@@ -32,7 +36,7 @@ def test_every_route_agrees_with_the_dense_matrices(name: str, loss: str) -> Non
     g, h, j = dense.ggn(model, x, loss), dense.hessian(model, x, y, loss), dense.jacobian(model, x)
     v = vector_like(params)
     flat = dense.flat(v)
-    for route in ("auto", "double-vjp", "forward"):
+    for route in ("auto", "tape", "reverse"):
         with Curvature(model, x, y, loss=loss, route=route) as c:
             assert close(c.gn(v), g @ flat)
             assert torch.allclose(c.jv(v), j @ flat, rtol=1e-9, atol=1e-9)
@@ -97,7 +101,7 @@ def test_the_network_is_left_as_it_was(name: str) -> None:
     v = vector_like(dense.trainable(model))
     with Curvature(model, x, y) as c:
         c.gn(v), c.hessian(v), c.gradient()
-    with Curvature(model, x, y, route="forward") as c:
+    with Curvature(model, x, y, route="reverse") as c:
         c.gn(v)
     after = model.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in before)
@@ -168,28 +172,8 @@ def test_a_step_of_the_optimizer_invalidates_the_recorded_graph() -> None:
         c.gn(v)
 
 
-class WrongForward(torch.autograd.Function):
-    """Identity whose reverse derivative is right and whose forward-mode derivative is 20 % off."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: object, g: Tensor) -> Tensor:
-        return g.clone()
-
-    @staticmethod
-    def jvp(ctx: object, t: Tensor) -> Tensor:
-        return t * 1.2
-
-
-class NoForward(torch.autograd.Function):
-    """Identity without forward mode."""
+class Twofold(torch.autograd.Function):
+    """Identity, with a derivative of its own making."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -201,7 +185,7 @@ class NoForward(torch.autograd.Function):
 
 
 class OnceOnly(torch.autograd.Function):
-    """Square with neither forward mode nor double backward."""
+    """Square without double backward."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
@@ -216,81 +200,49 @@ class OnceOnly(torch.autograd.Function):
 
 
 class Through(nn.Module):
-    def __init__(self, function: type[torch.autograd.Function], conv: bool = False) -> None:
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.function, self.conv = function, nn.Conv1d(1, 2, 3) if conv else None
-        self.body, self.head = nn.Linear(8 if conv else 6, 5), nn.Linear(5, K)
+        self.function = function
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, K)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.conv is not None:
-            x = self.conv(x[:, None]).flatten(1)
         return self.head(self.function.apply(torch.tanh(self.body(x))))
 
 
-def test_a_route_that_lies_is_noticed_and_replaced() -> None:
-    _, x, y = build("mlp tanh")
-    model = Through(WrongForward, conv=True)
+def test_a_route_that_lies_is_noticed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = build("mlp tanh")
     v = vector_like(dense.trainable(model))
+    wrong = elementwise(lambda a: (1.2 * (1 - a * a), None), by_result=True)
+    for tanh in (torch.tanh, Tensor.tanh):
+        monkeypatch.setitem(RULES, tanh, wrong)
     with Curvature(model, x, y) as c:
         assert close(c.gn(v), dense.ggn(model, x) @ dense.flat(v))
-        assert c.gn_route == "double-vjp"
+        assert c.gn_route == "reverse"
     with pytest.raises(InputError, match="disagrees with the reverse pass"):
-        ggn_product(model, x, y, v, route="forward")
+        ggn_product(model, x, y, v, route="tape")
 
 
-def test_without_forward_mode_double_backward_takes_over() -> None:
+def test_without_a_rule_reverse_passes_take_over() -> None:
     _, x, y = build("mlp tanh")
-    model = Through(NoForward, conv=True)
+    model = Through(Twofold)
     v = vector_like(dense.trainable(model))
     with Curvature(model, x, y) as c:
-        assert close(c.gn(v), dense.ggn(model, x) @ dense.flat(v)) and c.gn_route == "double-vjp"
+        assert close(c.gn(v), dense.ggn(model, x) @ dense.flat(v)) and c.gn_route == "reverse"
+        assert close(c.hessian(v), dense.hessian(model, x, y) @ dense.flat(v)) and c.hessian_route == "reverse"
 
 
 def test_a_network_with_no_route_at_all_is_a_clear_error() -> None:
     _, x, y = build("mlp tanh")
     model = Through(OnceOnly)
     v = vector_like(dense.trainable(model))
-    with pytest.raises(InputError, match="no route to J v works"):
+    with pytest.raises(InputError, match=r"no route to J v works.*OnceOnlyBackward.*no second derivative"):
         ggn_product(model, x, y, v)
+    with pytest.raises(InputError, match="no route to J v works"):
+        gn_sharpness(model, x, y)
     with pytest.raises(InputError, match="no route to H v works"):
         hessian_product(model, x, y, v)
-
-
-class OnceWithForward(OnceOnly):
-    """No double backward, but a forward-mode rule."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
-        return x * x
-
-    @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])  # type: ignore[attr-defined]
-        ctx.save_for_forward(inputs[0])  # type: ignore[attr-defined]
-
-    @staticmethod
-    def jvp(ctx: object, t: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return 2 * x * t
-
-
-def test_without_double_backward_forward_mode_takes_over() -> None:
-    _, x, y = build("mlp tanh")
-    model = Through(OnceWithForward)
-    v = vector_like(dense.trainable(model))
-    with Curvature(model, x, y) as c:
-        assert close(c.gn(v), dense.ggn(model, x) @ dense.flat(v)) and c.gn_route == "forward"
-
-
-def test_forward_over_reverse_gives_the_same_hessian_product() -> None:
-    for name in ("mlp tanh", "cnn batchnorm train", "attention"):
-        model, x, y = build(name)
-        v = vector_like(dense.trainable(model))
-        with Curvature(model, x, y) as c:
-            c.hessian_route = "forward-over-reverse"
-            assert close(c.hessian(v), dense.hessian(model, x, y) @ dense.flat(v))
 
 
 def test_large_batches_of_a_convolutional_network_are_kept_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,3 +254,52 @@ def test_large_batches_of_a_convolutional_network_are_kept_in_blocks(monkeypatch
             assert close(c.gn(v), dense.ggn(model, x) @ dense.flat(v))
             assert close(c.hessian(v), dense.hessian(model, x, y) @ dense.flat(v))
             assert len(c._kept) == blocks
+
+
+def test_the_formulas_examples() -> None:
+    tried = doctest.testmod(derivatives)
+    assert tried.attempted > 8 and tried.failed == 0
+
+
+@pytest.mark.parametrize("name", ["weight norm", "spectral norm", "orthogonal", "reflections"])
+def test_parametrised_layers(name: str) -> None:
+    model, x, y = build_training(name)
+    model.eval()
+    params = dense.trainable(model)
+    v = vector_like(params)
+    g, flat = dense.ggn(model, x), dense.flat(v)
+    if name == "weight norm":  # PyTorch has its double backward wrong
+        h = dense.hessian_by_differences(model, x, y)
+    else:
+        h = dense.hessian(model, x, y)
+    for route in ("tape", "reverse"):
+        with Curvature(model, x, y, route=route) as c:
+            assert close(c.gn(v), g @ flat) and close(c.hessian(v), h @ flat, 1e-7)
+    assert gn_trace(model, x, y, exact=True).value == pytest.approx(float(g.trace()), rel=1e-9)
+    assert abs(gn_trace(model, x, y, probes=64).value - float(g.trace())) < 0.2 * float(g.trace())
+
+
+def test_embeddings_dense_and_sparse() -> None:
+    ids, y = torch.tensor([[1, 2, 2], [0, 4, 1], [3, 3, 0], [2, 4, 4]]), torch.tensor([0, 1, 2, 3])
+
+    def net(bag: bool, sparse: bool) -> nn.Module:
+        torch.manual_seed(0)
+        table = nn.EmbeddingBag(5, 6, sparse=sparse) if bag else nn.Embedding(5, 6, sparse=sparse)
+        layers = [table] if bag else [table, Mean()]
+        return nn.Sequential(*layers, nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, K)).double()
+
+    model = net(False, False)
+    v = vector_like(dense.trainable(model))
+    g, h = dense.ggn(model, ids), dense.hessian(model, ids, y)
+    for bag in (False, True):
+        for sparse in (False, True):
+            model = net(bag, sparse)
+            assert close(ggn_product(model, ids, y, v), g @ dense.flat(v))
+            assert close(hessian_product(model, ids, y, v), h @ dense.flat(v))
+            assert gn_trace(model, ids, y, exact=True).value == pytest.approx(float(g.trace()), rel=1e-9)
+            assert hessian_trace(model, ids, y, exact=True).value == pytest.approx(float(h.trace()), rel=1e-9)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from metacal.curvature import gn_sharpness, gn_trace, hessian_trace
 from metacal.curvature.layers import capture, per_example_gram
 from metacal.curvature.problem import Problem, factor_columns, logit_factor
-from metacal.curvature.trace import signs_at
+from metacal.curvature.sampling import signs_at
 from metacal.errors import InputError
 
 CLOSED = {"linear", "mlp tanh", "mlp deep tanh", "mlp gelu", "mlp relu", "mlp mixed"}

@@ -17,100 +17,29 @@ Where examples depend on each other (BatchNorm in training mode) per-example nor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from metacal.curvature.layers import (
-    cache_block,
-    capture,
-    column_norms,
-    examples_depend,
-    gram_of,
-    per_example_gram,
+from metacal.curvature.chain import Chain, Head, chain_from, ends_in_linear, head_from
+from metacal.curvature.forms import (
+    activation_residual,
+    closed_form,
+    head_trace,
+    quadratic_by_reverse,
+    quadratic_by_tape,
 )
+from metacal.curvature.layers import cache_block, capture, column_norms, examples_depend
 from metacal.curvature.problem import Problem, factor_columns, logit_factor, logit_gradient
 from metacal.curvature.products import Curvature
-from metacal.curvature.structure import chain_of, curved_activations
+from metacal.curvature.sampling import Draw, Estimate, Probe, sampled, signs_at
+from metacal.curvature.structure import curved_activations
 from metacal.errors import require
 
-__all__ = ["Estimate", "gn_trace", "hessian_trace"]
+__all__ = ["gn_trace", "hessian_trace", "penalty_trace"]
 
 MAX_COLUMNS = 4096  # reverse passes or products that `exact` may cost where no closed form exists
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """value ± stderr (one standard deviation of the sampling; 0 for an exact value), how, and from how many draws."""
-
-    value: float
-    stderr: float
-    method: str = ""
-    draws: int = 1
-
-
-def signs_at(shape: tuple[int, ...], first_row: int, key: tuple[int, ...], like: Tensor) -> Tensor:
-    """Signs ±1 that depend only on (key, row, place in the row), so that they do not change with the chunk size.
-
-    A counter run through the finaliser of splitmix64 (Steele et al. 2014); row = first_row + index along dim 0.
-    """
-    stream = 0
-    for part in key:
-        stream = ((stream ^ part) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % (1 << 64)
-        stream ^= stream >> 29
-    size = math.prod(shape)
-    per_row = size // shape[0]
-    at = torch.arange(size, device=like.device) + first_row * per_row
-    x = at * -7046029254386353131 + (stream - (1 << 63))
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685
-    return (1 - 2 * ((x >> 31) & 1)).to(like.dtype).view(shape)
-
-
-def _standard_error(draws: list[Tensor], second: tuple[Tensor, Tensor] | None) -> float:
-    """Error of the mean over examples and probes; `second`: two draws of the same rows, for a single probe.
-
-    From the rows only the share of the noise in the draws' second moment is taken, and the moment itself from all
-    examples: a few of them carry most of it, and the rows may have missed these.
-    """
-    n = len(draws[0])
-    if second is None:
-        values = torch.stack(draws).double()
-        within = values.var(0).mean() / len(draws)
-    else:
-        one, two = (d.double() for d in second)
-        moment = (one.square() + two.square()).mean() / 2
-        share = (one - two).square().mean() / 2 / moment if float(moment) > 0 else moment
-        within = share * draws[0].double().square().mean()
-    return math.sqrt(float(within) / n)
-
-
-Draw = Callable[[Problem, int, tuple[int, ...]], Tensor]  # (examples, index of the first, key of the probe) → (n,)
-
-
-def _sampled(problem: Problem, chunk_size: int | None, probes: int, seed: int, draw: Draw) -> tuple[float, float]:
-    """Mean and standard error of `probes` draws an example.
-
-    A single probe cannot tell its noise from the spread between examples, so it is repeated on every 16th example
-    (32 at least) for the error's sake.
-    """
-    step = len(problem) if chunk_size is None else chunk_size
-
-    def run(part: Problem, first: int, key: tuple[int, ...]) -> Tensor:
-        return torch.cat([draw(p, first + i * step, key) for i, p in enumerate(part.parts(chunk_size))])
-
-    draws = [run(problem, 0, (seed, probe)) for probe in range(probes)]
-    second = None
-    if probes == 1:
-        n = len(problem)
-        rows = torch.arange(0, n, max(1, n // max(32, n // 16)), device=problem.x.device)
-        again = run(problem.part(rows), n, (seed, probes))
-        second = (draws[0][rows], again)
-    value = float(torch.stack(draws).double().mean())
-    return value, _standard_error(draws, second)
 
 
 # -- Gauss-Newton ------------------------------------------------------------------------------------------------
@@ -119,17 +48,14 @@ def _sampled(problem: Problem, chunk_size: int | None, probes: int, seed: int, d
 def _gn_draw(problem: Problem, first: int, key: tuple[int, ...]) -> Tensor:
     captured = capture(problem)
     z = captured.z.detach()
-    e = signs_at(tuple(z.shape), first, key, z)
-    return per_example_gram(captured, logit_factor(z, e, problem.loss)[:, None])[:, 0, 0]
+    return column_norms(captured, [logit_factor(z, signs_at(tuple(z.shape), first, key, z), problem.loss)])
 
 
 def _gn_exact(problem: Problem) -> Tensor:
     captured = capture(problem)
-    chain = chain_of(captured)
     columns = factor_columns(captured.z.detach(), problem.loss)
-    if chain is not None:
-        return chain.gauss_newton(torch.stack(columns, 1))
-    return column_norms(captured, columns)
+    chain = chain_from(captured.z, problem.params)
+    return column_norms(captured, columns) if chain is None else closed_form(chain.detached(), columns)
 
 
 def _exact_parts(problem: Problem, chunk_size: int | None) -> list[Problem]:
@@ -201,7 +127,7 @@ def gn_trace(
                 columns = len(factor_columns(torch.zeros(1, _classes(problem)), loss))
                 return Estimate(float(values.double().mean()), 0.0, method + ", exact", columns)
             block = cache_block(problem) if chunk_size is None else chunk_size
-            value, stderr = _sampled(problem, block, probes, seed, _gn_draw)
+            value, stderr = sampled(problem, block, probes, seed, _gn_draw)
             return Estimate(value, stderr, method, probes)
     with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness, seed=seed) as c:
         value, stderr, passes = _batch_gn(c, max(2, probes), seed, exact)
@@ -218,51 +144,39 @@ def _classes(problem: Problem) -> int:
 
 def _chain_draw(problem: Problem, first: int, key: tuple[int, ...]) -> Tensor:
     chain, z, u = _taken_apart(problem)
-    e = signs_at(tuple(z.shape), first, key, z)
-    gauss_newton = chain.gauss_newton(logit_factor(z, e, problem.loss)[:, None])
+    columns = [logit_factor(z, signs_at(tuple(z.shape), first, key, z), problem.loss)]
     if chain.depth <= 2:
-        return gauss_newton + chain.residual(u)
+        return closed_form(chain, columns, u=u)
     signs = [signs_at(tuple(s.shape), first, (*key, l), z) for l, s in enumerate(chain.slope)]
-    return gauss_newton + chain.residual_sampled(u, signs)
+    return closed_form(chain, columns, u=u, signs=[signs])
 
 
 def _chain_exact(problem: Problem) -> Tensor:
     chain, z, u = _taken_apart(problem)
-    columns = torch.stack(factor_columns(z, problem.loss), 1)
-    return chain.gauss_newton(columns) + chain.residual(u)
+    return closed_form(chain, factor_columns(z, problem.loss), u=u)
 
 
-def _taken_apart(problem: Problem) -> tuple[Any, Tensor, Tensor]:
-    captured = capture(problem)
-    chain = chain_of(captured)
+def _taken_apart(problem: Problem) -> tuple[Chain, Tensor, Tensor]:
+    z = problem.logits()
+    problem.check_logits(z)
+    chain = chain_from(z, problem.params)
     assert chain is not None
-    z = captured.z.detach()
-    return chain, z, logit_gradient(z, problem.y, problem.loss)
+    z = z.detach()
+    return chain.detached(), z, logit_gradient(z, problem.y, problem.loss)
 
 
 def _activation_draw(problem: Problem, first: int, key: tuple[int, ...]) -> Tensor:
     """Tr G + Tr R of each example: output-space signs for G, signs at the curved activations for R."""
     captured = capture(problem)
     z = captured.z.detach()
-    e = signs_at(tuple(z.shape), first, key, z)
-    gauss_newton = per_example_gram(captured, logit_factor(z, e, problem.loss)[:, None])[:, 0, 0]
+    columns = [logit_factor(z, signs_at(tuple(z.shape), first, key, z), problem.loss)]
+    total = column_norms(captured, columns)
     sites = curved_activations(captured)
     assert sites is not None
     if not sites:
-        return gauss_newton
-    u = logit_gradient(z, problem.y, problem.loss)
-    deltas = torch.autograd.grad(captured.z, [out for _, out, _ in sites], u, retain_graph=True)
-    left, right = [], []
-    for l, ((_, _, bend), delta) in enumerate(zip(sites, deltas)):
-        c = bend * delta
-        root = signs_at(tuple(c.shape), first, (*key, l), c) * c.abs().sqrt()
-        left.append(root * c.sign())
-        right.append(root)
-    edges = [s.edge for s in captured.sites]
-    heads = [h for h, _, _ in sites]
-    columns = [torch.autograd.grad(heads, edges, side, retain_graph=True, allow_unused=True) for side in (left, right)]
-    gram = gram_of(captured, columns)
-    return gauss_newton if gram is None else gauss_newton + gram[:, 0, 1]
+        return total
+    residual = activation_residual(captured, sites, logit_gradient(z, problem.y, problem.loss), first, key)
+    return total if residual is None else total + residual
 
 
 def _hutchinson(c: Curvature, probes: int, seed: int) -> tuple[float, float]:
@@ -320,7 +234,7 @@ def hessian_trace(
         if depend is None:
             block = cache_block(problem) if chunk_size is None else chunk_size
             look = capture(problem.part(slice(0, 1)))
-            chain, sites = chain_of(look), curved_activations(look)
+            chain, sites = chain_from(look.z, problem.params), curved_activations(look)
             name = look.method
             del look
             if chain is not None:
@@ -335,7 +249,7 @@ def hessian_trace(
                 values = torch.cat([form(p) for p in _blocks(problem, chunk_size, chain)])
                 return Estimate(float(values.double().mean()), 0.0, method + ", exact", _classes(problem))
             if draw is not None and not exact:
-                value, stderr = _sampled(problem, block, probes, seed, draw)
+                value, stderr = sampled(problem, block, probes, seed, draw)
                 return Estimate(value, stderr, method, probes)
     with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness, seed=seed) as c:
         if exact:
@@ -350,18 +264,101 @@ def hessian_trace(
             value, stderr, _ = _batch_gn(c, max(2, probes), seed, exact=False)
     if depend is None:
         with problem.math():
-            value, stderr = _sampled(problem, block, probes, seed, _gn_draw)
+            value, stderr = sampled(problem, block, probes, seed, _gn_draw)
     method = "Tr G + Hutchinson on H - G" + (f", batch form ({depend})" if depend else "")
     return Estimate(value + residual, math.hypot(stderr, noise), method, max(2, probes))
 
 
-def _blocks(problem: Problem, chunk_size: int | None, chain: Any) -> list[Problem]:
+def _blocks(problem: Problem, chunk_size: int | None, chain: Chain | None) -> list[Problem]:
     """Chunks; with three or more hidden layers small enough for a width × width matrix an example."""
     if chain is None:
         return _exact_parts(problem, chunk_size)
     if chain.depth > 2:
-        widest = max(w.shape[0] for w in chain.weights[:-1])
+        widest = max(s.shape[1] for s in chain.slope)
         chunk_size = min(chunk_size or len(problem), max(1, (1 << 24) // widest**2))
         if problem.randomness == "freeze":
             return [problem]
     return problem.parts(chunk_size)
+
+
+# -- as penalties ------------------------------------------------------------------------------------------------
+
+
+def penalty_trace(
+    probe: Probe, model: nn.Module, x: Tensor, y: Tensor, rows: slice, logits: Tensor | None
+) -> tuple[Tensor, str, Tensor]:
+    """An estimate with its graph in θ, the name of its route (`metacal.penalties.trace`), and logits with a graph.
+
+    rows: the samples that count. logits: of all of x, with the graph of a plain forward, if there are any.
+    """
+    problem = Problem.of(model, x[rows], y[rows], probe.loss, randomness="freeze", seed=probe.stream, pairs=True)
+    params = problem.params
+    with problem.math():
+        fits = logits is not None and logits.requires_grad and logits.dtype == params[0].dtype
+        fits = fits and problem.model is model  # the graph of a compiled network cannot be read
+        z = logits if fits and logits is not None else problem.logits()
+        require(z.requires_grad, "the logits do not depend on any trainable parameter")
+        part = rows if fits else slice(None)
+        chain = chain_from(z, params, part, copies=True)
+        if chain is not None:
+            return _chain_penalty(probe, chain, z[part], problem.y).mean(), "closed form", z
+        if len(z) != len(problem):
+            z = problem.logits()
+        if _in_layers(problem, probe.hessian):
+            captured = capture(problem, graph=True)
+            columns, weight = probe.columns(captured.z)
+            return (weight * column_norms(captured, columns, graph=True)).mean(), "layers", z
+        head = head_from(z, params)
+        if head is None and fits and ends_in_linear(z):
+            # logits of copies of the parameters: the estimate must not depend on that
+            z = problem.logits()
+            head = head_from(z, params)
+        try:
+            return _general_penalty(probe, problem, head, z, quadratic_by_tape), "jets", z
+        except NotImplementedError:  # no rule for an operation
+            return _general_penalty(probe, problem, head, z, quadratic_by_reverse), "reverse", z
+
+
+def _chain_penalty(probe: Probe, chain: Chain, z: Tensor, y: Tensor) -> Tensor:
+    columns, weight = probe.columns(z)
+    if not probe.hessian:
+        return closed_form(chain, columns, weight)
+    signs = None
+    if chain.depth > 2:
+        signs = [
+            [probe.rows(i, l + 1, tuple(s.shape), z) for l, s in enumerate(chain.slope)] for i in range(probe.count)
+        ]
+    return closed_form(chain, columns, weight, logit_gradient(z, y, probe.loss), signs, smooth=True)
+
+
+def _in_layers(problem: Problem, hessian: bool) -> bool:
+    """Whether norms layer by layer give the trace, Tr H if piecewise linear; looked at on two examples."""
+    if problem.coupled is not None:
+        return False
+    try:
+        if examples_depend(problem) is not None:
+            return False
+        small = problem.part(slice(0, 2))
+        look = capture(small, graph=True)
+    except (RuntimeError, NotImplementedError, AttributeError, KeyError):
+        return False
+    return not look.others and not (hessian and curved_activations(look) != [])
+
+
+Quadratic = Callable[[Problem, Sequence["Tensor | None"], bool], Tensor]
+
+
+def _general_penalty(probe: Probe, problem: Problem, head: Head | None, z: Tensor, quadratic: Quadratic) -> Tensor:
+    """The last layer's own trace, exactly, and the mean of vᵀHv or vᵀGv with signs v elsewhere, v = 0 there."""
+    total = z.new_zeros(())
+    exact: set[int] = set()
+    if head is not None:
+        exact = {id(p) for p in (head.weight, head.bias) if p is not None}
+        total = head_trace(z, head, probe.loss).mean()
+    params = problem.params
+    if all(id(p) in exact for p in params):
+        return total
+    for i in range(probe.count):
+        v = [None if id(p) in exact else probe.signs(i, l, (p.numel(),), p).view(p.shape) for l, p in enumerate(params)]
+        total = total + quadratic(problem, v, probe.hessian) / probe.count
+    return total

@@ -1,3 +1,0 @@
-from metacal.network import dual_level, plain_attention
-
-__all__ = ["dual_level", "plain_attention"]

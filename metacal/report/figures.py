@@ -16,6 +16,7 @@ from torch import Tensor
 from metacal.calibration.binning import Bins, reliability_bins
 from metacal.errors import require
 from metacal.predictions import Predictions
+from metacal.report.drawing import COLORS, INK, canvas, clean, diagonal, reliability_axes, reliability_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["confidence_histogram", "gamma_scatter", "reliability_curves", "reliability_diagram", "wilson_interval"]
 
-_ACCURACY, _OVER, _UNDER, _INK = "#4878a8", "#c44e52", "#dd9a3c", "#333333"
-_CYCLE = ("#4878a8", "#c44e52", "#5a9e6f", "#8172b2", "#dd9a3c", "#64b5cd", "#8c613c", "#555555")
+_ACCURACY, _OVER, _UNDER = "#4878a8", "#c44e52", "#dd9a3c"
 
 
 def wilson_interval(correct: Tensor, count: Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ def reliability_diagram(
         transform=ax.transAxes,
         va="top",
         fontsize=8.5,
-        color=_INK,
+        color=INK,
         bbox={"facecolor": "white", "edgecolor": "#cccccc", "alpha": 0.9, "boxstyle": "round,pad=0.35"},
         zorder=6,
     )
@@ -94,7 +94,7 @@ def reliability_diagram(
 
 def confidence_histogram(p: Predictions, n_bins: int = 20, ax: Axes | None = None, title: str = "") -> Figure:
     """Counts of right and wrong predictions by confidence, with the accuracy and the mean confidence as lines."""
-    figure, ax = _canvas(ax, (5.0, 3.4))
+    figure, ax = canvas(ax, (5.0, 3.4))
     bins = reliability_bins(p, n_bins)
     left, width = bins.lower.cpu().numpy(), (bins.upper - bins.lower).cpu().numpy()
     right, wrong = bins.correct.cpu().numpy(), (bins.count - bins.correct).cpu().numpy()
@@ -104,11 +104,11 @@ def confidence_histogram(p: Predictions, n_bins: int = 20, ax: Axes | None = Non
     lines = (("accuracy", bins.correct, "-"), ("mean confidence", bins.confidence_sum, ":"))
     for name, sums, style_of in lines:
         mean = sums.sum().item() / len(p)
-        ax.axvline(mean, ymax=1 / 1.3, color=_INK, linewidth=1.4, linestyle=style_of, label=f"{name} {mean:.3f}")
+        ax.axvline(mean, ymax=1 / 1.3, color=INK, linewidth=1.4, linestyle=style_of, label=f"{name} {mean:.3f}")
     # Room above the bars for the legend.
     ax.set(xlim=(0, 1), ylim=(0, 1.3 * float(bins.count.max())), xlabel="confidence", ylabel="samples")
     ax.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper center")
-    _clean(ax, title)
+    clean(ax, title)
     return figure
 
 
@@ -126,21 +126,17 @@ def reliability_curves(
     them. Bins of fewer than `min_count` samples are left out of the drawing, not of the ECE in the legend.
     """
     require(len(methods) > 0, "methods must hold at least one set of predictions, got none")
-    figure, ax = _canvas(ax, (5.0, 5.0))
-    _diagonal(ax)
+    figure, ax = canvas(ax, (5.0, 5.0))
+    reliability_axes(ax, title)
     for i, (name, p) in enumerate(methods.items()):
-        color = _CYCLE[i % len(_CYCLE)]
         bins = reliability_bins(p, n_bins)
         error = (bins.correct - bins.confidence_sum).abs().sum().item() / len(p)
         shown = (bins.count >= min_count).cpu().numpy()
-        x, y = bins.confidence.cpu().numpy()[shown], bins.accuracy.cpu().numpy()[shown]
+        x, y, share = (t.cpu().numpy()[shown] for t in (bins.confidence, bins.accuracy, bins.count / len(p)))
         low, high = (t.cpu().numpy()[shown] for t in wilson_interval(bins.correct, bins.count, level))
-        ax.fill_between(x, low, high, color=color, alpha=0.14, linewidth=0, zorder=2)
-        ax.plot(x, y, color=color, linewidth=1.5, zorder=3, label=f"{name} (ECE {error:.4f})")
-        ax.scatter(x, y, s=8 + 90 * bins.count.cpu().numpy()[shown] / len(p), color=color, edgecolor="white", zorder=4)
-    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal")
+        style = {"color": COLORS[i % len(COLORS)], "linewidth": 1.5, "zorder": 3}
+        reliability_line(ax, x, y, style, f"{name} (ECE {error:.4f})", share, (low, high))
     ax.legend(frameon=False, fontsize=8.5, loc="upper left")
-    _clean(ax, title)
     return figure
 
 
@@ -162,7 +158,7 @@ def gamma_scatter(
         f"gamma, confidence and correct must have one shape (n,) with n > 0, got {tuple(gamma.shape)}, "
         f"{tuple(confidence.shape)} and {tuple(correct.shape)}",
     )
-    figure, ax = _canvas(ax, (5.0, 3.8))
+    figure, ax = canvas(ax, (5.0, 3.8))
     g, c, right = gamma.double().cpu().numpy(), confidence.double().cpu().numpy(), correct.cpu().numpy().astype(bool)
     for name, chosen, color in (("right", right, _ACCURACY), ("wrong", ~right, _OVER)):
         ax.scatter(
@@ -170,12 +166,12 @@ def gamma_scatter(
         )
     bins = np.array_split(np.argsort(c, kind="stable"), min(n_bins, n))
     middle = [(np.median(c[b]), np.median(g[b])) for b in bins]
-    ax.plot(*zip(*middle), color=_INK, linewidth=1.6, marker="o", markersize=3.5, label="median", zorder=4)
+    ax.plot(*zip(*middle), color=INK, linewidth=1.6, marker="o", markersize=3.5, label="median", zorder=4)
     ax.set(xlim=(0, 1), xlabel="confidence", ylabel="gamma")
     ax.set_ylim(bottom=min(0.0, 1.1 * float(g.min())))
     said = f"rank correlation {_rank_correlation(g, c):.2f}"
     ax.legend(frameon=True, framealpha=0.9, edgecolor="#cccccc", fontsize=8.5, title=said, title_fontsize=8.5)
-    _clean(ax, title)
+    clean(ax, title)
     return figure
 
 
@@ -209,12 +205,12 @@ def _draw_gaps(ax: Axes, bins: Bins, level: float) -> None:
             ax.bar(left[side], gap, width[side], bottom=accuracy[side], **style, **edge)
     ax.hlines(accuracy, left, left + width, color="#1f3f66", linewidth=2, zorder=3)
     whiskers = np.maximum([accuracy - low, high - accuracy], 0)
-    style = {"fmt": "none", "ecolor": _INK, "elinewidth": 1, "capsize": 2, "zorder": 5}
+    style = {"fmt": "none", "ecolor": INK, "elinewidth": 1, "capsize": 2, "zorder": 5}
     ax.errorbar(left + width / 2, accuracy, whiskers, label=f"{level * 100:g} % interval", **style)
-    _diagonal(ax)
+    diagonal(ax)
     ax.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
     ax.legend(frameon=True, framealpha=0.9, edgecolor="#cccccc", fontsize=8, loc="lower right").set_zorder(6)
-    _clean(ax)
+    clean(ax)
 
 
 def _draw_counts(ax: Axes, bins: Bins, p: Predictions) -> None:
@@ -224,8 +220,8 @@ def _draw_counts(ax: Axes, bins: Bins, p: Predictions) -> None:
     if len(count) <= 20:
         for x, n in zip((left + width / 2).tolist(), count.tolist()):
             if n:
-                ax.text(x, n, _short(n), ha="center", va="bottom", fontsize=6.5, color=_INK)
-    _clean(ax)
+                ax.text(x, n, _short(n), ha="center", va="bottom", fontsize=6.5, color=INK)
+    clean(ax)
 
 
 def _short(n: int) -> str:
@@ -234,24 +230,3 @@ def _short(n: int) -> str:
         if n >= unit:
             return f"{n / unit:.1f}{suffix}" if n < 9.95 * unit else f"{n / unit:.0f}{suffix}"
     return str(n)
-
-
-def _diagonal(ax: Axes) -> None:
-    ax.plot([0, 1], [0, 1], color=_INK, linestyle="--", linewidth=1, zorder=4)
-
-
-def _canvas(ax: Axes | None, size: tuple[float, float]) -> tuple[Figure, Axes]:
-    if ax is not None:
-        return ax.get_figure(), ax  # type: ignore[return-value]
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots()
-
-
-def _clean(ax: Axes, title: str = "") -> None:
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.set_axisbelow(True)
-    ax.grid(color="#e6e6e6", linewidth=0.7)
-    if title:
-        ax.set_title(title, fontsize=10.5)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from metacal.calibration.binning import reliability_bins
 from metacal.errors import require
 from metacal.predictions import Predictions
-from metacal.report.figures import _clean, _diagonal
+from metacal.report.drawing import COLORS, clean, reliability_axes, reliability_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,18 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CURVES", "accuracy_ece_plane", "curves_of", "overlaid_reliability", "risk_coverage", "training_curves"]
 
-_COLORS = (
-    "#4878a8",
-    "#c44e52",
-    "#5a9e6f",
-    "#8172b2",
-    "#dd9a3c",
-    "#2a9da8",
-    "#8c613c",
-    "#d673a8",
-    "#555555",
-    "#a3a63b",
-)
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 _GREY = "#c4c4c4"
@@ -76,7 +64,7 @@ def overlaid_reliability(
     """
     require(len(panels) > 0 and all(len(groups) > 0 for groups in panels.values()), "panels must hold predictions")
     styles = _styles(next(iter(panels.values())), highlight)
-    found: dict[str, list[str]] = {label: [] for label in styles}
+    errors: dict[str, list[str]] = {label: [] for label in styles}
     points = []
     for title, groups in panels.items():
         require(groups.keys() == styles.keys(), "panels must hold the same groups")
@@ -85,28 +73,26 @@ def overlaid_reliability(
             count = np.array([b.count.numpy() for b in bins], dtype=float)
             correct = np.array([b.correct.numpy() for b in bins], dtype=float)
             confidence = np.array([b.confidence_sum.numpy() for b in bins])
-            found[label].append(_mean_std(np.abs(correct - confidence).sum(1) / count.sum(1)))
+            errors[label].append(_mean_std(np.abs(correct - confidence).sum(1) / count.sum(1)))
             points.append((title, label, count, correct, confidence))
     heading = "ECE" if len(panels) == 1 else "ECE " + " | ".join(panels)
-    texts = {label: " | ".join(values) for label, values in found.items()}
+    texts = {label: " | ".join(values) for label, values in errors.items()}
     figure, axes = _canvas(1, len(panels), (4.7, 4.7), _legend_entries(styles, texts), heading)
     at = dict(zip(panels, axes))
     for title, ax in at.items():
-        _diagonal(ax)
-        ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal", anchor="N")
-        _clean(ax, title)
+        reliability_axes(ax, title)
+        ax.set_anchor("N")
     for title, label, count, correct, confidence in points:
-        ax, style = at[title], styles[label]
+        style = styles[label]
         shown = count.sum(0) >= max(1.0, min_share * count.sum())
         total = count.sum(0)[shown]
-        x, y = confidence.sum(0)[shown] / total, correct.sum(0)[shown] / total
+        band = None
         if len(count) > 1 and _in_colour(style):
             each = correct[:, shown] / np.where(count[:, shown] > 0, count[:, shown], np.nan)
-            low, high = np.nanmin(each, axis=0), np.nanmax(each, axis=0)
-            ax.fill_between(x, low, high, color=style["color"], alpha=0.13, linewidth=0)
-        ax.plot(x, y, label=label, **style)
-        if _in_colour(style):
-            ax.scatter(x, y, s=6 + 80 * total / count.sum(), color=style["color"], edgecolor="white", zorder=4)
+            band = np.nanmin(each, axis=0), np.nanmax(each, axis=0)
+        share = total / count.sum() if _in_colour(style) else None
+        x, y = confidence.sum(0)[shown] / total, correct.sum(0)[shown] / total
+        reliability_line(at[title], x, y, style, label, share, band)
     return figure
 
 
@@ -132,7 +118,7 @@ def risk_coverage(
         ax.plot(coverage, each.mean(0), label=label, **style)
     ax.set(xlim=(0, 1), xlabel="coverage: share of samples kept, the most confident first", ylabel="risk: error rate")
     ax.set_ylim(bottom=0)
-    _clean(ax)
+    clean(ax)
     return figure
 
 
@@ -143,8 +129,8 @@ def _risk(p: Predictions, coverage: Array) -> Array:
     wrong = (~p.correct.cpu().numpy())[order].astype(float)
     _, start, count = np.unique(-c[order], return_index=True, return_counts=True)
     wrong = np.repeat(np.add.reduceat(wrong, start) / count, count)
-    kept = np.maximum(1, np.round(coverage * len(c)).astype(int))
-    return np.cumsum(wrong)[kept - 1] / kept
+    covered = np.maximum(1, np.round(coverage * len(c)).astype(int))
+    return np.cumsum(wrong)[covered - 1] / covered
 
 
 def curves_of(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, str], str]:
@@ -175,7 +161,7 @@ def training_curves(
 
     Steps at which some seed of a group has no value are left out of its line.
     """
-    found: dict[str, dict[str, tuple[Array, Array]]] = {}
+    panels: dict[str, dict[str, tuple[Array, Array]]] = {}
     for name in curves:
         for label, runs in groups.items():
             series = [(run, run.series.get(name, {})) for run in runs]
@@ -186,22 +172,22 @@ def training_curves(
             epochs, steps = summary.get("epochs"), summary.get("steps")
             scale = epochs / steps if epochs and steps else 1.0
             values = np.array([[s[step] for step in common] for _, s in series])
-            found.setdefault(name, {})[label] = (np.array(common) * scale, values)
-    if not found:
+            panels.setdefault(name, {})[label] = (np.array(common) * scale, values)
+    if not panels:
         return None
-    columns = min(2, len(found))
-    rows = -(-len(found) // columns)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
     styles = _styles(groups, highlight)
-    drawn = dict.fromkeys((label for label in groups if any(label in lines for lines in found.values())), "")
-    figure, axes = _canvas(rows, columns, (4.7, 2.9), _legend_entries(styles, drawn), "", len(found))
-    for ax, (name, lines) in zip(axes, found.items()):
+    drawn = dict.fromkeys((label for label in groups if any(label in lines for lines in panels.values())), "")
+    figure, axes = _canvas(rows, columns, (4.7, 2.9), _legend_entries(styles, drawn), "", len(panels))
+    for ax, (name, lines) in zip(axes, panels.items()):
         for label, (x, values) in lines.items():
             style = styles[label]
             if len(values) > 1 and _in_colour(style):
                 ax.fill_between(x, values.min(0), values.max(0), color=style["color"], alpha=0.15, linewidth=0)
             ax.plot(x, values.mean(0), label=label, **style)
         ax.set(xlabel="epoch", xlim=(0, None))
-        _clean(ax, curves[name])
+        clean(ax, curves[name])
     return figure
 
 
@@ -235,7 +221,7 @@ def accuracy_ece_plane(
             ax.errorbar(x.mean(), y.mean(), _std(y), _std(x), markerfacecolor="white", **bars)
     ax.set(xlabel="accuracy", ylabel="ECE")
     ax.set_ylim(bottom=0)
-    _clean(ax, "hollow: after temperature scaling" if scaled else "")
+    clean(ax, "hollow: after temperature scaling" if scaled else "")
     return figure
 
 
@@ -250,8 +236,8 @@ def _styles(labels: Iterable[str], highlight: Collection[str] | None) -> dict[st
         if highlight is not None and label not in highlight:
             styles[label] = {"color": _GREY, "linestyle": "-", "linewidth": 0.8, "zorder": 1.5}
             continue
-        dash = _DASHES[i // len(_COLORS) % len(_DASHES)]
-        styles[label] = {"color": _COLORS[i % len(_COLORS)], "linestyle": dash, "linewidth": 1.5, "zorder": 3}
+        dash = _DASHES[i // len(COLORS) % len(_DASHES)]
+        styles[label] = {"color": COLORS[i % len(COLORS)], "linestyle": dash, "linewidth": 1.5, "zorder": 3}
         i += 1
     return styles
 

@@ -1,0 +1,88 @@
+"""What the figures have in common: colours, axes, and the line of a reliability plot.
+
+Nothing here opens a window: a figure made by `canvas` is known to its caller alone (no pyplot).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLORS", "INK", "canvas", "clean", "diagonal", "reliability_axes", "reliability_line"]
+
+INK = "#333333"
+COLORS = (
+    "#4878a8",
+    "#c44e52",
+    "#5a9e6f",
+    "#8172b2",
+    "#dd9a3c",
+    "#2a9da8",
+    "#8c613c",
+    "#d673a8",
+    "#555555",
+    "#a3a63b",
+)
+
+Array = NDArray[np.float64]
+
+
+def canvas(ax: Axes | None, size: tuple[float, float]) -> tuple[Figure, Axes]:
+    """The axes given and their figure, or a new figure of `size` inches with one pair of axes."""
+    if ax is not None:
+        return ax.get_figure(), ax  # type: ignore[return-value]
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots()
+
+
+def clean(ax: Axes, title: str = "") -> None:
+    """No frame above and to the right, a pale grid behind the drawing."""
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_axisbelow(True)
+    ax.grid(color="#e6e6e6", linewidth=0.7)
+    if title:
+        ax.set_title(title, fontsize=10.5)
+
+
+def diagonal(ax: Axes) -> None:
+    """Where confidence is true."""
+    ax.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1, zorder=4)
+
+
+def reliability_axes(ax: Axes, title: str = "") -> None:
+    """Square axes of accuracy against confidence, with the diagonal."""
+    diagonal(ax)
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy", aspect="equal")
+    clean(ax, title)
+
+
+def reliability_line(
+    ax: Axes,
+    x: Array,
+    y: Array,
+    style: Mapping[str, Any],
+    label: str,
+    share: Array | None = None,
+    band: tuple[Array, Array] | None = None,
+) -> None:
+    """A line through the bins at (mean confidence, accuracy), all (m,).
+
+    Args:
+        style: of the line; its color is that of the points and of the band too.
+        share: of the samples in each bin, by which the points grow; None: no points.
+        band: (low, high) accuracy; None: no band.
+    """
+    if band is not None:
+        ax.fill_between(x, *band, color=style["color"], alpha=0.13, linewidth=0)
+    ax.plot(x, y, label=label, **style)
+    if share is not None:
+        ax.scatter(x, y, s=6 + 80 * share, color=style["color"], edgecolor="white", zorder=4)

@@ -15,7 +15,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,17 @@ class Predictions:
         out = self._each(lambda t: t[index])
         require(len(out) > 0, "the index leaves no predictions, at least 1 is needed")
         return out
+
+    def in_units(self, unit: float, least: float = -1e6) -> Predictions:
+        """The same with confidence and log-likelihood rounded to whole multiples of `unit`, a power of 2, and the
+        log-likelihood at least `least` nats.
+
+        Float64 sums of multiples of 2^-30 are exact below 2^23: they have the same bits in whatever order and batches
+        the samples come.
+        """
+        rounded = ((t / unit).round_() * unit for t in (self.confidence, self.log_likelihood.clamp(min=least)))
+        confidence, log_likelihood = rounded
+        return replace(self, confidence=confidence, _log_likelihood=log_likelihood)
 
     def to(self, device: torch.device | str) -> Predictions:
         """The same predictions on another device."""

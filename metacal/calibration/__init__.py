@@ -5,6 +5,7 @@ from __future__ import annotations
 from metacal.calibration.accumulate import CalibrationAccumulator
 from metacal.calibration.binning import Bins, reliability_bins
 from metacal.calibration.bootstrap import Comparison, Interval, bootstrap, bootstrap_all, compare
+from metacal.calibration.measure import Measure, Streamed
 from metacal.calibration.measures import (
     MEASURES,
     accuracy,
@@ -13,6 +14,7 @@ from metacal.calibration.measures import (
     auroc,
     brier,
     classwise_ece,
+    confidence,
     debiased_ece,
     ece,
     error,
@@ -45,6 +47,8 @@ __all__ = [
     "Interval",
     "IsotonicScaling",
     "MatrixScaling",
+    "Measure",
+    "Streamed",
     "TemperatureScaling",
     "VectorScaling",
     "accuracy",
@@ -56,6 +60,7 @@ __all__ = [
     "brier",
     "classwise_ece",
     "compare",
+    "confidence",
     "debiased_ece",
     "ece",
     "error",

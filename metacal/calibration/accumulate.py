@@ -11,49 +11,61 @@ Accumulators add: `a + b` is that of both streams, and so are the sums of their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from metacal.calibration import binning
-from metacal.calibration.measures import brier_terms
-from metacal.errors import require
+from metacal.calibration.binned import bin_sums
+from metacal.calibration.measures import MEASURES
+from metacal.errors import require, require_choice
 from metacal.predictions import Predictions
 
 __all__ = ["CalibrationAccumulator"]
 
 
 class CalibrationAccumulator:
-    """ece, mce, debiased_ece, over- and underconfidence, classwise_ece, nll, brier, accuracy and error of a
-    stream.
+    """The measures of a stream that are functions of sums: all in `MEASURES` with a `streamed` form.
 
     The values are those of the functions of the same names on all samples at once, up to the rounding of
-    float64 sums. The state is counts (int64) and sums (float64) on the CPU: per bin (M,), with `classwise`
-    per bin and class (M, K), and three scalars. Measures that need all confidences in order or on a fine
-    grid (adaptive_ece, kce, skce, sece, smooth_ece, auroc, aurc) have no such state: keep the logits for
-    these.
+    float64 sums. The state is the sums that these forms ask for, counts (int64) and sums (float64) on the CPU: per bin
+    (M,), with `classwise_ece` per bin and class (M, K), and scalars. Measures that need all confidences in order or on
+    a fine grid (adaptive_ece, kce, skce, sece, smooth_ece, auroc, aurc) have no such form: keep the logits for these.
 
     Args:
-        n_classes: K, the width of every batch.
+        n_classes: K, the width of every batch; None: any, where no measure keeps sums per class.
         n_bins: M, equal-width bins on [0, 1].
         classwise: keep the (M, K) sums for `classwise_ece`.
+        measures: only these; None: all that have a streamed form.
     """
 
-    def __init__(self, n_classes: int, n_bins: int = 15, classwise: bool = True) -> None:
-        require(isinstance(n_classes, int) and n_classes >= 2, f"n_classes must be an integer >= 2, got {n_classes!r}")
+    def __init__(
+        self, n_classes: int | None, n_bins: int = 15, classwise: bool = True, measures: Sequence[str] | None = None
+    ) -> None:
+        valid = n_classes is None or (isinstance(n_classes, int) and n_classes >= 2)
+        require(valid, f"n_classes must be an integer >= 2, got {n_classes!r}")
         binning.check_bins(n_bins)
         self.n_classes, self.n_bins, self.classwise = n_classes, n_bins, classwise
-        shapes: dict[str, tuple[int, ...]] = {"count": (n_bins,), "correct": (n_bins,), "confidence_sum": (n_bins,)}
-        shapes |= {"nll_sum": (), "brier_sum": ()}
-        if classwise:
-            shapes |= {"class_hits": (n_bins, n_classes), "class_mass": (n_bins, n_classes)}
-        integers = ("count", "correct", "class_hits")
-        self._state: dict[str, Tensor] = {
-            name: torch.zeros(shape, dtype=torch.int64 if name in integers else torch.float64)
-            for name, shape in shapes.items()
-        }
+        streamed = {name: m.streamed for name, m in MEASURES.items() if m.streamed is not None}
+        for name in measures or ():
+            require_choice("measures", name, streamed)
+        names = [name for name in measures or streamed if classwise or name != "classwise_ece"]
+        self.measures = tuple(names)
+        self._forms = {name: streamed[name] for name in names}
+        self._sums = dict.fromkeys([bin_sums, *(sums for form in self._forms.values() for sums in form.sums)])
+        self._state = self._zeros(n_classes or 2)
+        per_class = [name for name, value in self._zeros(3).items() if value.shape != self._state[name].shape]
+        require(n_classes is not None or not per_class, f"n_classes must be given to keep {', '.join(per_class)}")
+
+    def _zeros(self, n_classes: int) -> dict[str, Tensor]:
+        """The sums of no sample: with the names, shapes and types of those of any one."""
+        one = Predictions.from_logits(torch.zeros(1, n_classes), [0])
+        return {name: torch.zeros_like(value) for name, value in self._sums_of(one).items()}
+
+    def _sums_of(self, p: Predictions) -> dict[str, Tensor]:
+        return {name: value.cpu() for sums in self._sums for name, value in sums(p, self.n_bins).items()}
 
     def update(self, logits: Any = None, labels: Any = None, *, probs: Any = None) -> None:
         """Add a batch: logits (n, K), or probs (n, K) by keyword, with labels (n,), checked as by
@@ -67,38 +79,16 @@ class CalibrationAccumulator:
     def add(self, p: Predictions) -> None:
         """Add predictions that are already checked."""
         require(
-            p.n_classes == self.n_classes,
+            self.n_classes in (None, p.n_classes),
             f"the batch must have n_classes = {self.n_classes} columns, got {p.n_classes}",
         )
-        bins = binning.reliability_bins(p, self.n_bins)
-        sums = {"count": bins.count, "correct": bins.correct, "confidence_sum": bins.confidence_sum}
-        sums |= {"nll_sum": -p.log_likelihood.sum(), "brier_sum": brier_terms(p).sum()}
-        if self.classwise:
-            sums["class_mass"], sums["class_hits"] = binning.class_sums(p, self.n_bins)
-        for name, value in sums.items():
-            self._state[name] += value.cpu()
+        for name, value in self._sums_of(p).items():
+            self._state[name] += value
 
     def compute(self) -> dict[str, float]:
         """The measures of all samples so far. Raises InputError if there are none."""
-        n = len(self)
-        require(n > 0, "no predictions to compute from: call update first")
-        s = self._state
-        sums = (s["count"], s["correct"], s["confidence_sum"])
-        right = int(s["correct"].sum())
-        values = {
-            "ece": float(binning.gap_norm(*sums)),
-            "mce": float(binning.largest_gap(*sums)),
-            "debiased_ece": float(binning.debiased_square(*sums).clamp(min=0).sqrt()),
-            "overconfidence": float(binning.one_sided_gap(*sums, over=True)),
-            "underconfidence": float(binning.one_sided_gap(*sums, over=False)),
-            "nll": float(s["nll_sum"]) / n + 0.0,
-            "brier": float(s["brier_sum"]) / n,
-            "accuracy": right / n,
-            "error": (n - right) / n,
-        }
-        if self.classwise:
-            values["classwise_ece"] = float((s["class_hits"] - s["class_mass"]).abs().sum()) / (n * self.n_classes)
-        return values
+        require(len(self) > 0, "no predictions to compute from: call update first")
+        return {name: form.value(self._state) for name, form in self._forms.items()}
 
     def bins(self) -> binning.Bins:
         """The sums per bin, for a reliability diagram."""
@@ -140,7 +130,8 @@ class CalibrationAccumulator:
         self._state = {name: state[name].detach().to(value, copy=True) for name, value in self._state.items()}
 
     def _settings(self) -> dict[str, Any]:
-        return {"n_classes": self.n_classes, "n_bins": self.n_bins, "classwise": self.classwise}
+        settings = {"n_classes": self.n_classes, "n_bins": self.n_bins, "classwise": self.classwise}
+        return settings | {"measures": self.measures}
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in self._settings().items())

@@ -17,15 +17,25 @@ import torch
 from torch import Tensor
 
 from metacal.calibration.arguments import require_predictions
+from metacal.calibration.measure import Measure
 from metacal.calibration.measures import MEASURES
-from metacal.calibration.weighted import Counted, weighted
 from metacal.errors import require
 from metacal.predictions import Predictions
 
 __all__ = ["Comparison", "Interval", "bootstrap", "bootstrap_all", "compare"]
 
-Measure = str | Callable[..., float]
-Job = tuple[Callable[..., float], dict[str, Any], Predictions]
+MeasureLike = str | Measure | Callable[..., float]
+
+
+class Job(NamedTuple):
+    """A measure with its options, and what it is to measure."""
+
+    measure: Measure
+    options: dict[str, Any]
+    p: Predictions
+
+    def value(self) -> float:
+        return self.measure(self.p, **self.options)
 
 
 class Interval(NamedTuple):
@@ -51,7 +61,7 @@ class Comparison(NamedTuple):
 
 
 def bootstrap(
-    measure: Measure,
+    measure: MeasureLike,
     p: Predictions,
     n: int = 1000,
     seed: int = 0,
@@ -61,7 +71,7 @@ def bootstrap(
     """Percentile interval of `measure` over `n` resamples of the N predictions.
 
     Args:
-        measure: a name or function of `metacal.calibration`, evaluated for all resamples together; or any
+        measure: a name in `MEASURES` or one of its functions, evaluated for all resamples together; or any
             function from Predictions to a number, called once a resample.
         n: resamples, at least 1.
         seed: of the generator that draws them; the same seed gives the same interval.
@@ -70,9 +80,8 @@ def bootstrap(
     """
     require_predictions("p", p)
     _check(n, level)
-    function, options = _resolve(measure, options)
-    value = float(function(p, **options))
-    return _interval(value, _resampled([(function, options, p)], n, seed)[0], level)
+    job = Job(*_resolve(measure, options), p)
+    return _interval(job.value(), _resampled([job], n, seed)[0], level)
 
 
 def bootstrap_all(
@@ -90,16 +99,15 @@ def bootstrap_all(
     require_predictions("p", p)
     _check(n, level)
     options = dict(measures) if isinstance(measures, Mapping) else {name: {} for name in measures}
-    jobs = [(*_resolve(name, dict(keys)), p) for name, keys in options.items()]
-    values = [float(function(p, **keys)) for function, keys, _ in jobs]
+    jobs = [Job(*_resolve(name, dict(keys)), p) for name, keys in options.items()]
     resampled = _resampled(jobs, n, seed) if jobs else []
-    return {name: _interval(v, r, level) for name, v, r in zip(options, values, resampled, strict=True)}
+    return {name: _interval(job.value(), r, level) for name, job, r in zip(options, jobs, resampled, strict=True)}
 
 
 def compare(
     p1: Predictions,
     p2: Predictions,
-    measure: Measure,
+    measure: MeasureLike,
     n: int = 1000,
     seed: int = 0,
     level: float = 0.95,
@@ -120,9 +128,10 @@ def compare(
     require(
         len(differ) == 0, f"p2 must have the labels of p1, they differ in row {int(differ[0]) if len(differ) else 0}"
     )
-    function, options = _resolve(measure, options)
-    value = float(function(p1, **options)) - float(function(p2, **options))
-    first, second = _resampled([(function, options, p1), (function, options, p2)], n, seed)
+    record, options = _resolve(measure, options)
+    jobs = [Job(record, options, p) for p in (p1, p2)]
+    value = jobs[0].value() - jobs[1].value()
+    first, second = _resampled(jobs, n, seed)
     differences = first - second
     low, _, high = _interval(value, differences, level)
     tail = min(int((differences <= 0).sum()), int((differences >= 0).sum()))
@@ -134,8 +143,8 @@ def _check(n: int, level: float) -> None:
     require(0 < level < 1, f"level must be in (0, 1), got {level}")
 
 
-def _resolve(measure: Measure, options: dict[str, Any]) -> tuple[Callable[..., float], dict[str, Any]]:
-    """The function and its options; a `functools.partial` with keywords only is taken apart."""
+def _resolve(measure: MeasureLike, options: dict[str, Any]) -> tuple[Measure, dict[str, Any]]:
+    """The record and its options; a `functools.partial` with keywords only is taken apart."""
     if isinstance(measure, functools.partial):
         partial: functools.partial[float] = measure
         if not partial.args:
@@ -144,28 +153,17 @@ def _resolve(measure: Measure, options: dict[str, Any]) -> tuple[Callable[..., f
         require(measure in MEASURES, f"measure must be one of {', '.join(MEASURES)}, got {measure!r}")
         return MEASURES[measure], options
     require(callable(measure), f"measure must be a name or a function, got {type(measure).__name__}")
-    return measure, options
+    if isinstance(measure, Measure):
+        return measure, options
+    known = next((record for record in MEASURES.values() if record.function is measure), None)
+    return known or Measure(measure, getattr(measure, "__name__", "measure")), options
 
 
 def _resampled(jobs: Sequence[Job], n: int, seed: int) -> list[Tensor]:
     """The measure of each job on the same n resamples: float64 (n,), one for each job, whose N are equal."""
-    forms = [_counted(function, options, p) for function, options, p in jobs]
-    out: list[list[Tensor]] = [[] for _ in jobs]
-    for drawn in _draws(len(jobs[0][2]), n, seed):
-        counts = _counts(drawn) if any(forms) else None
-        for values, form, (function, options, p) in zip(out, forms, jobs, strict=True):
-            if form is not None and counts is not None:
-                values.append(form(counts))
-            else:
-                rows = drawn.to(p.device).unbind()
-                values.append(torch.tensor([float(function(p[r], **options)) for r in rows], dtype=torch.float64))
-    return [torch.cat(values) for values in out]
-
-
-def _counted(function: Callable[..., float], options: dict[str, Any], p: Predictions) -> Counted | None:
-    """The form of a named measure that takes all resamples at once, on the CPU; None for any other function."""
-    name = getattr(function, "__name__", "")
-    return weighted(name, p.to("cpu"), **options) if MEASURES.get(name) is function else None
+    forms = [job.measure.counted(job.p, **job.options) for job in jobs]
+    values = [[form(counts) for form in forms] for counts in map(_counts, _draws(len(jobs[0].p), n, seed))]
+    return [torch.cat(of_one) for of_one in zip(*values, strict=True)]
 
 
 def _draws(n_samples: int, n: int, seed: int) -> Iterator[Tensor]:

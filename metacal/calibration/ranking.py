@@ -1,7 +1,8 @@
 """How well confidence ranks correct predictions above wrong ones: AUROC and the area under the
 risk-coverage curve.
 
-Both are exact with ties and take optional integer weights, so that one call serves a thousand resamples.
+The sums behind both are exact with ties and take optional integer weights, so that one call serves a thousand
+resamples.
 """
 
 from __future__ import annotations
@@ -9,7 +10,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["pair_order", "risk_area", "tie_groups"]
+from metacal.calibration.arguments import takes_arrays
+from metacal.calibration.measure import Counted, Measure
+from metacal.predictions import Predictions
+
+__all__ = ["RANKING", "aurc", "auroc", "pair_order", "risk_area", "tie_groups"]
+
+
+@takes_arrays
+def auroc(p: Predictions) -> float:
+    """P(confidence of a correct prediction > that of a wrong one), ties counting half; 0.5 if there is no
+    such pair.
+
+    It says how well confidence ranks, not whether it is true: any increasing map of c leaves it as it is.
+    """
+    c, a, _ = _sorted(p.to("cpu"))
+    return float(pair_order(c, a))
+
+
+@takes_arrays
+def aurc(p: Predictions) -> float:
+    """Area under the risk-coverage curve, 1/N Σ_n (error rate among the n most confident); lower is better.
+
+    Equal confidences count as ordered at random (the mean over their orders). Geifman & El-Yaniv 2019
+    (arXiv 1805.08206).
+    """
+    c, a, _ = _sorted(p.to("cpu"))
+    return float(risk_area(c, a))
 
 
 def pair_order(confidence: Tensor, correct: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -65,3 +92,25 @@ def _ones(confidence: Tensor) -> Tensor:
 def _running(x: Tensor) -> Tensor:
     """Sums of the first 0, 1, … N rows of x (N, R): (N + 1, R)."""
     return torch.cat([x.new_zeros(1, x.shape[1]), x.cumsum(0)])
+
+
+def _sorted(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
+    """Confidences in ascending order, float64 (N,), the correctness of each, bool (N,), and the order itself."""
+    c, order = p.confidence.sort()
+    return c, p.correct[order], order
+
+
+def _weighted_auroc(p: Predictions) -> Counted:
+    c, a, order = _sorted(p)
+    return lambda w: pair_order(c, a, w[order])
+
+
+def _weighted_aurc(p: Predictions) -> Counted:
+    c, a, order = _sorted(p)
+    return lambda w: risk_area(c, a, w[order])
+
+
+RANKING: dict[str, Measure] = {
+    "auroc": Measure(auroc, "AUROC", 4, best="max", weighted=_weighted_auroc, compared=True),
+    "aurc": Measure(aurc, "AURC", 4, best="min", weighted=_weighted_aurc),
+}

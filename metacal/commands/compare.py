@@ -35,11 +35,11 @@ def compare_command(argv: Sequence[str]) -> int:
         require(not file.is_dir(), f"--{form} must name a file, {file} is a folder")
         require(file.parent.is_dir(), f"--{form}: the folder {file.parent} does not exist")
 
-    from metacal.report.compare import DEFAULT_MEASURES, compare_runs
+    from metacal.report.compare import compare_runs
     from metacal.report.runs import find_runs, group_runs, load_runs
 
     runs, left_out = load_runs(find_runs(arguments.runs))
-    measures = [name.strip() for name in arguments.measures.split(",")] if arguments.measures else DEFAULT_MEASURES
+    measures = [name.strip() for name in arguments.measures.split(",")] if arguments.measures else None
     result = compare_runs(
         group_runs(runs),
         split=arguments.split,
@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--baseline", action="append", default=[], metavar="KEY=VALUE", help="also give differences "
                         "from this group, such as method=cross_entropy; repeat it until one group fits")  # fmt: skip
     parser.add_argument("--sort", metavar="COLUMN", help="a measure, minutes or step_cost: the best first")
-    parser.add_argument("--measures", metavar="A,B,...", help="which measures (default: accuracy,nll,brier,ece,"
-                        "adaptive_ece,classwise_ece,smooth_ece,kce,auroc)")  # fmt: skip
+    parser.add_argument("--measures", metavar="A,B,...", help="which, by their names in metacal.calibration "
+                        "(default: accuracy, the proper scores and the usual calibration errors)")  # fmt: skip
     parser.add_argument("--split", choices=("test", "val"), default="test", help="default: test")
     parser.add_argument("--scaling", choices=("none", "temperature", "both"), default="both", help="default: both")
     parser.add_argument("--n-bins", type=int, default=15, metavar="M", help="bins of the binned measures (default: 15)")

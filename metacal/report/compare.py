@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -35,29 +34,16 @@ from metacal.report.significance import (
     sample_one,
     stack,
 )
-from metacal.report.tables import central, column_of, summarise
+from metacal.report.tables import central, is_scaled, summarise
 
-__all__ = ["DEFAULT_MEASURES", "compare_runs", "load_predictions"]
-
-DEFAULT_MEASURES = (
-    "accuracy",
-    "nll",
-    "brier",
-    "ece",
-    "adaptive_ece",
-    "classwise_ece",
-    "smooth_ece",
-    "kce",
-    "auroc",
-)
-_SAME_CLASS = ("accuracy", "error")  # one temperature for all classes leaves these alone
+__all__ = ["compare_runs", "load_predictions"]
 
 
 def compare_runs(
     groups: Sequence[Group],
     *,
     split: str = "test",
-    measures: Sequence[str] = DEFAULT_MEASURES,
+    measures: Sequence[str] | None = None,
     scaling: str = "both",
     baseline: Sequence[str] = (),
     sort: str | None = None,
@@ -75,6 +61,7 @@ def compare_runs(
     Args:
         groups: from `group_runs`.
         split: "test" or "val". Val has no scaled values: the temperature was fitted there.
+        measures: names in `metacal.calibration.MEASURES`; None: those that are `compared`.
         scaling: "none", "temperature" or "both".
         baseline: `KEY=VALUE` words that pick one group, e.g. ["method=focal", "gamma.value=3"].
         sort: a measure, "minutes" or "step_cost": rows from the best to the worst.
@@ -86,6 +73,46 @@ def compare_runs(
     Raises:
         InputError: bad arguments; no run left; runs whose `split` is not the same (by fingerprint or labels).
     """
+    names = [name for name, m in MEASURES.items() if m.compared] if measures is None else list(measures)
+    _check_arguments(split, names, scaling, sort, n_bins, resamples, alpha)
+    require(len(groups) > 0, "there is no finished run to compare" + _reasons(left_out))
+    require_same_samples(groups, split)
+    if baseline:
+        _pick(groups, baseline)  # before the work
+    scalings = ["none"] if split == "val" else ["none", "temperature"] if scaling == "both" else [scaling]
+    options = {name: MEASURES[name].options(n_bins) for name in names}
+    loaded, left = _measured_runs(groups, split, scalings, options, resamples, seed, left_out)
+    groups = group_runs([run for g in groups for run in g.runs if run in loaded])
+    require(len(groups) > 0, "there is no run to compare" + _reasons(left))
+    if split == "test" and scaling == "both" and all(math.isnan(r.temperature) for g in groups for r in g.runs):
+        scalings = ["none"]
+    results = {
+        s: {name: [stack([loaded[run][s][name] for run in g.runs]) for g in groups] for name in names} for s in scalings
+    }
+    result = RunComparison(
+        groups=groups,
+        split=split,
+        n_samples=int(next(iter(loaded.values()))["n"]),
+        scalings=scalings,
+        measures=tuple(names),
+        results=results,
+        **_tests(groups, results, _pick(groups, baseline) if baseline else None, 1 - alpha),
+        left_out=left,
+        n_bins=n_bins,
+        resamples=resamples,
+        alpha=alpha,
+        moderated=max(Counter(g.seeds for g in groups if len(g.seeds) > 1).values(), default=0) >= MANY,
+        sort=sort,
+        order={s: range(len(groups)) for s in scalings},
+    )
+    if sort is None:
+        return result
+    return replace(result, order={s: _order(result, s, sort) for s in scalings})
+
+
+def _check_arguments(
+    split: str, measures: Sequence[str], scaling: str, sort: str | None, n_bins: int, resamples: int, alpha: float
+) -> None:
     require_choice("split", split, ("test", "val"))
     require_choice("scaling", scaling, ("none", "temperature", "both"))
     require(len(measures) > 0, "measures must name at least one measure")
@@ -98,56 +125,29 @@ def compare_runs(
     require(n_bins >= 1, f"n_bins must be >= 1, got {n_bins}")
     require(0 < alpha < 1, f"alpha must lie in (0, 1), got {alpha}")
     require(split == "test" or scaling != "temperature", "scaling=temperature needs split=test: it is fitted on val")
-    require(len(groups) > 0, "there is no finished run to compare" + _reasons(left_out))
-    require_same_samples(groups, split)
-    if baseline:
-        _pick(groups, baseline)  # before the work
-    scalings = ["none"] if split == "val" else ["none", "temperature"] if scaling == "both" else [scaling]
 
-    options = {
-        name: {"n_bins": n_bins} if "n_bins" in signature(MEASURES[name]).parameters else {} for name in measures
+
+def _tests(
+    groups: Sequence[Group],
+    results: Mapping[str, Mapping[str, Sequence[Sampled]]],
+    baseline: int | None,
+    level: float,
+) -> dict[str, Any]:
+    """`best`, `against_best`, `baseline` and `against_baseline` of a `RunComparison`."""
+
+    def against(reference: Callable[[str, str], int | None]) -> dict[str, dict[str, list[Judged | None]]]:
+        return {
+            s: {name: _against(sampled, groups, reference(s, name), level) for name, sampled in of.items()}
+            for s, of in results.items()
+        }
+
+    best = {s: {name: _best(sampled, MEASURES[name].best) for name, sampled in of.items()} for s, of in results.items()}
+    return {
+        "best": best,
+        "against_best": against(lambda s, name: best[s][name]),
+        "baseline": baseline,
+        "against_baseline": {} if baseline is None else against(lambda s, name: baseline),
     }
-    loaded, left = _measured_runs(groups, split, scalings, options, resamples, seed, left_out)
-    groups = group_runs([run for g in groups for run in g.runs if run in loaded])
-    require(len(groups) > 0, "there is no run to compare" + _reasons(left))
-    if split == "test" and scaling == "both" and all(math.isnan(r.temperature) for g in groups for r in g.runs):
-        scalings = ["none"]
-    results = {
-        s: {name: [stack([loaded[run][s][name] for run in g.runs]) for g in groups] for name in measures}
-        for s in scalings
-    }
-    chosen = _pick(groups, baseline) if baseline else None
-    best = {s: {name: _best(results[s][name], column_of(name).best) for name in measures} for s in scalings}
-
-    def against(s: str, name: str, reference: int | None) -> list[Judged | None]:
-        return _against(results[s][name], groups, reference, 1 - alpha)
-
-    many = max(Counter(g.seeds for g in groups if len(g.seeds) > 1).values(), default=0) >= MANY
-
-    found = RunComparison(
-        groups=groups,
-        split=split,
-        n_samples=int(next(iter(loaded.values()))["n"]),
-        scalings=scalings,
-        measures=tuple(measures),
-        results=results,
-        best=best,
-        against_best={s: {name: against(s, name, best[s][name]) for name in measures} for s in scalings},
-        against_baseline=(
-            {} if chosen is None else {s: {name: against(s, name, chosen) for name in measures} for s in scalings}
-        ),
-        baseline=chosen,
-        left_out=left,
-        n_bins=n_bins,
-        resamples=resamples,
-        alpha=alpha,
-        moderated=many,
-        sort=sort,
-        order={s: range(len(groups)) for s in scalings},
-    )
-    if sort is None:
-        return found
-    return replace(found, order={s: _order(found, s, sort) for s in scalings})
 
 
 def load_predictions(run: Run, split: str, scaling: str) -> Predictions:
@@ -194,11 +194,11 @@ def _measured_runs(
                 f"the {split} split of {run.path} ({len(p)} samples) is not that of {first.path} ({len(labels)} "
                 "samples): their labels differ, so they cannot be compared"
             )
-        own: dict[str, Any] = {"n": len(p), "none": sample_one(options, p, counts)}
+        values: dict[str, Any] = {"n": len(p), "none": sample_one(options, p, counts)}
         if scaled is not None:
-            rest = {name: keys for name, keys in options.items() if name not in _SAME_CLASS}
-            own["temperature"] = own["none"] | (sample_one(rest, scaled, counts) if rest else {})
-        out[run] = own
+            changed = {name: keys for name, keys in options.items() if is_scaled(name)}
+            values["temperature"] = values["none"] | (sample_one(changed, scaled, counts) if changed else {})
+        out[run] = values
     return out, left
 
 
@@ -221,8 +221,8 @@ def _against(
     tests = [test(i) for i in others]
     adjusted = holm([test.p_value for test in tests])
     out: list[Judged | None] = [None] * len(groups)
-    for i, found, p in zip(others, tests, adjusted):
-        out[i] = Judged(found, p)
+    for i, test_of, p in zip(others, tests, adjusted):
+        out[i] = Judged(test_of, p)
     return out
 
 
@@ -235,8 +235,8 @@ def _pooled(
     same = [i for i, g in enumerate(groups) if g.seeds == seeds and np.isfinite(results[i].values).all()]
     if len(same) < MANY:
         return {}
-    found = moderated(np.stack([results[i].values for i in same]))
-    return {i: (float(v), found.df) for i, v in zip(same, found.variances)}
+    pooled = moderated(np.stack([results[i].values for i in same]))
+    return {i: (float(v), pooled.df) for i, v in zip(same, pooled.variances)}
 
 
 def _best(results: Sequence[Sampled], direction: str | None) -> int | None:
@@ -246,16 +246,16 @@ def _best(results: Sequence[Sampled], direction: str | None) -> int | None:
     return (min if direction == "min" else max)(means, key=lambda i: means[i])
 
 
-def _order(found: RunComparison, scaling: str, sort: str) -> list[int]:
+def _order(result: RunComparison, scaling: str, sort: str) -> list[int]:
     """Rows from the best to the worst; those without a value last."""
     sign = 1.0
-    if sort in found.measures:
-        values: list[float | None] = [r.mean for r in found.results[scaling][sort]]
-        sign = -1.0 if column_of(sort).best == "max" else 1.0
+    if sort in result.measures:
+        values: list[float | None] = [r.mean for r in result.results[scaling][sort]]
+        sign = -1.0 if MEASURES[sort].best == "max" else 1.0
     elif sort == "minutes":
-        values = [central(summarise([run.minutes for run in g.runs])) for g in found.groups]
+        values = [central(summarise([run.minutes for run in g.runs])) for g in result.groups]
     else:
-        values = [central(cell) for cell in found.step_costs()]
+        values = [central(cell) for cell in result.step_costs()]
     numbers = [math.inf if v is None or math.isnan(v) else sign * v for v in values]
     return sorted(range(len(numbers)), key=lambda i: numbers[i])
 
@@ -271,17 +271,17 @@ def _pick(groups: Sequence[Group], words: Sequence[str]) -> int:
 
     def fits(g: Group) -> bool:
         for key, value in wanted:
-            own = show_value(g.method if key == "method" else g.config.get(key))
-            if own != value and not _equal_numbers(own, value):
+            has = show_value(g.method if key == "method" else g.config.get(key))
+            if has != value and not _equal_numbers(has, value):
                 return False
         return True
 
-    found = [i for i, g in enumerate(groups) if fits(g)]
-    if len(found) != 1:
-        have = "; ".join(g.label for g in (groups if not found else [groups[i] for i in found]))
-        count = "none fits" if not found else f"{len(found)} fit"
+    fitting = [i for i, g in enumerate(groups) if fits(g)]
+    if len(fitting) != 1:
+        have = "; ".join(g.label for g in (groups if not fitting else [groups[i] for i in fitting]))
+        count = "none fits" if not fitting else f"{len(fitting)} fit"
         raise InputError(f"baseline {' '.join(words)} must pick one of the groups, {count}: {have}")
-    return found[0]
+    return fitting[0]
 
 
 def _equal_numbers(a: str, b: str) -> bool:

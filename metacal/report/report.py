@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from metacal.calibration import MEASURES, Interval, bootstrap_all
+from metacal.calibration.measures import values_of
 from metacal.calibration.scaling import TemperatureScaling
 from metacal.data.wrap import for_model
 from metacal.errors import InputError, require
 from metacal.modes import evaluation_mode
 from metacal.predictions import Predictions
 from metacal.report.figures import reliability_diagram
-from metacal.report.tables import COLUMNS, Cell, Column, Table, column_of
+from metacal.report.tables import Cell, Column, Table, column_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Report", "evaluate", "predict"]
-
-_ORDER = [*COLUMNS, *(name for name in MEASURES if name not in COLUMNS)]
 
 Data = Iterable[Any] | tuple[Tensor, Tensor]
 
@@ -68,8 +66,7 @@ class Report:
         level: float = 0.95,
         split: str = "test",
     ) -> None:
-        # In the order of the tables: accuracy and the proper scores first.
-        names = sorted(MEASURES, key=_ORDER.index) if measures is None else list(measures)
+        names = list(MEASURES if measures is None else measures)
         for name in names:
             require(name in MEASURES, f"measures must be among {', '.join(MEASURES)}, got {name!r}")
         require(isinstance(resamples, int) and resamples >= 0, f"resamples must be an integer >= 0, got {resamples}")
@@ -80,15 +77,12 @@ class Report:
             f"val must have {k} classes as the predictions have, got {val.n_classes if val else None}",
         )
 
-        options: dict[str, dict[str, int]] = {
-            name: {"n_bins": n_bins} if "n_bins" in signature(MEASURES[name]).parameters else {} for name in names
-        }
+        options = {name: MEASURES[name].options(n_bins) for name in names}
 
         def measured(p: Predictions) -> dict[str, Interval]:
             if resamples:
                 return bootstrap_all(options, p, n=resamples, seed=seed, level=level)
-            values = {name: float(MEASURES[name](p, **keys)) for name, keys in options.items()}
-            return {name: Interval(low=math.nan, value=value, high=math.nan) for name, value in values.items()}
+            return {name: Interval(math.nan, value, math.nan) for name, value in values_of(p, names, n_bins).items()}
 
         self.predictions = predictions
         self.n_bins, self.level, self.split = n_bins, level, split

@@ -18,20 +18,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from metacal.calibration.measures import accuracy, ece, nll
+from metacal.calibration.measures import values_of
 from metacal.calibration.scaling import TemperatureScaling
 from metacal.data import Batches, Split, Transform
 from metacal.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from metacal.errors import require, require_choice
 from metacal.predictions import Predictions
+from metacal.report.drawing import clean
 from metacal.report.report import predict
-from metacal.report.tables import Cell, Column, Table, column_of
+from metacal.report.tables import Cell, Column, Table, column_of, is_scaled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["Shift", "check_conditions", "corrupted_batches", "measure_shift"]
+
+MEASURED = ("accuracy", "nll", "ece")
 
 Values = dict[str, float]
 
@@ -141,7 +144,7 @@ class Shift:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11.5, 3.9), layout="constrained")
-        for ax, measure in zip(figure.subplots(1, 3), ("accuracy", "nll", "ece")):
+        for ax, measure in zip(figure.subplots(1, 3), MEASURED):
             self._draw(ax, measure)
         handles, labels = figure.axes[-1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8.5)
@@ -161,14 +164,10 @@ class Shift:
         if (scaled := f"{measure}_scaled") in self.clean:
             label = f"mean, T = {self.temperature:.2f}"
             ax.plot(x, [m[scaled] for m in means], label=label, linestyle="--", **thick | {"markerfacecolor": "white"})
-        ax.set(
-            xlabel="severity", title=column_of(measure).title, xticks=x, ylim=(0, 1) if measure == "accuracy" else None
-        )
+        ax.set(xlabel="severity", xticks=x, ylim=(0, 1) if measure == "accuracy" else None)
         if measure != "accuracy":
             ax.set_ylim(bottom=0)
-        ax.title.set_fontsize(10.5)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(color="#e6e6e6", linewidth=0.7)
+        clean(ax, column_of(measure).title)
 
 
 # One hue for each family (noise, blur, light, resolution), one dash for each member.
@@ -240,11 +239,11 @@ def measure_shift(
 
     def measured(batches: Iterator[tuple[Tensor, ...]]) -> Values:
         p = predict(model, batches)
-        found = {"accuracy": accuracy(p), "nll": nll(p), "ece": ece(p, n_bins=n_bins)}
+        values = values_of(p, MEASURED, n_bins)
         if scaling is not None:
-            after = scaling.apply(p)
-            found |= {"nll_scaled": nll(after), "ece_scaled": ece(after, n_bins=n_bins)}
-        return {name: float(value) for name, value in found.items()}
+            after = values_of(scaling.apply(p), filter(is_scaled, MEASURED), n_bins)
+            values |= {f"{name}_scaled": value for name, value in after.items()}
+        return values
 
     positions = _positions(len(split), samples, seed)
     part = _part(split, positions)

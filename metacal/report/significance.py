@@ -42,7 +42,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metacal.calibration import MEASURES
-from metacal.calibration.weighted import weighted
 from metacal.errors import require, require_choice
 from metacal.predictions import Predictions
 
@@ -147,22 +146,14 @@ def sample_one(
     require(len(p) == len(counts), f"every run must have the {len(counts)} samples of the resamples, got {len(p)}")
     p = p.to("cpu")
     step = max(1, (1 << 19) // len(p))  # resamples at a time: a few megabytes of float64
-    found: dict[str, list[Tensor]] = {name: [] for name in options}
-    forms = {name: weighted(name, p, **keys) for name, keys in options.items()}
+    forms = {name: MEASURES[name].counted(p, **keys) for name, keys in options.items()}
+    parts: dict[str, list[Tensor]] = {name: [] for name in options}
     for part in counts.split(step, dim=1):
         w = part.double()
         for name, form in forms.items():
-            if form is not None:
-                found[name].append(form(w))
-                continue
-            rows = [torch.arange(len(p)).repeat_interleave(part[:, i].long()) for i in range(part.shape[1])]
-            own = [float(MEASURES[name](p[r], **options[name])) for r in rows]
-            found[name].append(torch.tensor(own, dtype=torch.float64))
+            parts[name].append(form(w))
     return {
-        name: Sampled(
-            np.array([float(MEASURES[name](p, **keys))]),
-            torch.cat(found[name]).numpy()[None],
-        )
+        name: Sampled(np.array([MEASURES[name](p, **keys)]), torch.cat(parts[name]).numpy()[None])
         for name, keys in options.items()
     }
 

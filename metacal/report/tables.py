@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from metacal.calibration import MEASURES
 from metacal.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 __all__ = [
-    "COLUMNS",
     "FORMATS",
     "Cell",
     "Column",
@@ -34,6 +34,7 @@ __all__ = [
     "central",
     "column_of",
     "comparison",
+    "is_scaled",
     "summarise",
 ]
 
@@ -103,33 +104,20 @@ class Column:
         return f"{x * 100 if self.percent else x:.{self.digits}f}"
 
 
-_ACCURACY = Column("accuracy", "Accuracy", 2, percent=True, best="max")
-COLUMNS: dict[str, Column] = {
-    "accuracy": _ACCURACY,
-    "error": Column("error", "Error", 2, percent=True, best="min"),
-    "nll": Column("nll", "NLL", 4, best="min"),
-    "brier": Column("brier", "Brier", 4, best="min"),
-    "ece": Column("ece", "ECE", 2, percent=True, best="min"),
-    "adaptive_ece": Column("adaptive_ece", "Adaptive ECE", 2, percent=True, best="min"),
-    "classwise_ece": Column("classwise_ece", "Class-wise ECE", 3, percent=True, best="min"),
-    "mce": Column("mce", "MCE", 2, percent=True, best="min"),
-    "debiased_ece": Column("debiased_ece", "Debiased ECE", 2, percent=True, best="min"),
-    "smooth_ece": Column("smooth_ece", "Smooth ECE", 2, percent=True, best="min"),
-    "sece": Column("sece", "SECE", 2, percent=True, best="min"),
-    "kce": Column("kce", "KCE", 4, best="min"),
-    "skce": Column("skce", "SKCE", 5),
-    "overconfidence": Column("overconfidence", "Overconfidence", 2, percent=True, best="min"),
-    "underconfidence": Column("underconfidence", "Underconfidence", 2, percent=True, best="min"),
-    "auroc": Column("auroc", "AUROC", 4, best="max"),
-    "aurc": Column("aurc", "AURC", 4, best="min"),
-    "temperature": Column("temperature", "Temperature", 3),
-}
-"""How the measures of `metacal.calibration` are shown, by name."""
+_NO_MEASURES = {"temperature": Column("temperature", "Temperature", 3)}
 
 
 def column_of(name: str) -> Column:
-    """How the measure `name` is shown; under its bare name, without a best, if nothing else is known of it."""
-    return COLUMNS.get(name, Column(name))
+    """How the measure `name` of `metacal.calibration.MEASURES`, or "temperature", is shown; others by the bare name."""
+    if name not in MEASURES:
+        return _NO_MEASURES.get(name, Column(name))
+    shown = MEASURES[name]
+    return Column(name, shown.title, shown.digits, shown.percent, shown.best)
+
+
+def is_scaled(name: str) -> bool:
+    """Whether one temperature for all classes changes it."""
+    return name in MEASURES and not MEASURES[name].classes_only
 
 
 @dataclass(frozen=True)
@@ -317,30 +305,31 @@ def comparison(
         runs: method -> the results of its run, or of several (seeds), which become mean ± standard deviation.
             Results are flat, `{"ece": …, "ece_scaled": …}` as from `Report.to_dict`; names may carry the
             split, `test/ece`, as in a run's summary.json.
-        measures: names in `COLUMNS`; those that no run has are left out.
+        measures: names in `metacal.calibration.MEASURES`, or "temperature"; those that no run has are left out.
         scaled: give each method a second row, after temperature scaling, if any run has such values.
         split: which split's names to look up.
     """
     require(len(runs) > 0, "runs must hold at least one method, got none")
     for name in measures:
-        require(name in COLUMNS, f"measures must be among {', '.join(COLUMNS)}, got {name!r}")
+        known = [*MEASURES, *_NO_MEASURES]
+        require(name in known, f"measures must be among {', '.join(known)}, got {name!r}")
     seeds = {m: [results] if isinstance(results, Mapping) else list(results) for m, results in runs.items()}
 
     def block(suffix: str, scaling: str) -> list[tuple[str, list[Cell]]]:
         def cell(method: str, name: str) -> Cell:
-            # One temperature for all classes leaves the predicted class alone.
-            own = suffix if name not in ("accuracy", "error", "temperature") else ""
-            return summarise([_look_up(s, name + own, split) for s in seeds[method]])
+            key = name + suffix if is_scaled(name) else name
+            return summarise([_look_up(s, key, split) for s in seeds[method]])
 
         return [(method, [scaling, *(cell(method, name) for name in measures)]) for method in runs]
 
     rows = block("", "none")
     after = block("_scaled", "temperature")
-    probe = [i for i, name in enumerate(measures, 1) if name not in ("accuracy", "error", "temperature")]
-    has_scaled = scaled and any(cells[i] is not None for _, cells in after for i in probe)
+    has_scaled = scaled and any(
+        cells[i] is not None for _, cells in after for i, name in enumerate(measures, 1) if is_scaled(name)
+    )
     if has_scaled:
         rows += after
-    columns = [Column("scaling", "Scaling"), *(COLUMNS[name] for name in measures)]
+    columns = [Column("scaling", "Scaling"), *(column_of(name) for name in measures)]
     first = 0 if has_scaled else 1
     known = [i for i in range(first, len(columns)) if any(cells[i] is not None for _, cells in rows)]
     columns = [columns[i] for i in known]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from metacal.curvature import gn_sharpness, hessian_trace
 from metacal.jsonio import to_json
-from metacal.report.tables import COLUMNS, Cell, Column, Table, summarise
+from metacal.report.tables import Cell, Column, Table, column_of, summarise
 from metacal.studies.footer import NO_MARKS, footer, over_seeds
 from metacal.studies.grid import Job, Study
 from metacal.training.saved import load_run
@@ -21,9 +21,9 @@ __all__ = ["report"]
 IMAGES = 512  # of the validation split, for the curvature
 
 COLUMNS_OF_RUNS = (
-    COLUMNS["accuracy"],
-    COLUMNS["nll"],
-    COLUMNS["ece"],
+    column_of("accuracy"),
+    column_of("nll"),
+    column_of("ece"),
     Column("ece_scaled", "ECE, scaled", 2, percent=True, best="min"),
     Column("nll_scaled", "NLL, scaled", 4, best="min"),
     Column("hessian_trace", "Tr H", 0),

@@ -8,7 +8,7 @@ from typing import Any
 from metacal.jsonio import to_json
 from metacal.predictions import Predictions
 from metacal.report.report import Report
-from metacal.report.tables import COLUMNS, Cell, Column, Table, central, summarise
+from metacal.report.tables import Cell, Column, Table, central, column_of, summarise
 from metacal.studies.footer import footer, over_seeds
 from metacal.studies.grid import Study
 
@@ -28,7 +28,7 @@ def report(study: Study) -> list[Path]:
         minutes = job.folder.read_summary()["time/train_s"] / 60
         named = {"seed": job.config.seed, "folder": str(job.folder.path)}
         found.setdefault(setting, []).append({**named, **values, "minutes": minutes})
-    columns = [*(COLUMNS[name] for name in MEASURES), Column("minutes", "Minutes", 1)]
+    columns = [*(column_of(name) for name in MEASURES), Column("minutes", "Minutes", 1)]
     rows: list[tuple[str, list[Cell]]] = [
         (name, [summarise([run[column.name] for run in runs]) for column in columns]) for name, runs in found.items()
     ]

@@ -16,17 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from metacal.calibration import (
-    accuracy,
-    adaptive_ece,
-    brier,
-    classwise_ece,
-    ece,
-    kce,
-    nll,
-    overconfidence,
-    underconfidence,
-)
+from metacal.calibration import MEASURES, kce
+from metacal.calibration.measures import values_of
 from metacal.margins import ece_certificate, predicted_margin, robust_margin, true_margin
 from metacal.models.backbone import Backbone
 from metacal.predictions import Predictions
@@ -131,18 +122,8 @@ class Watch:
 
 
 def calibration_values(p: Predictions, n_bins: int) -> dict[str, float]:
-    """The measures that every validation logs."""
-    return {
-        "accuracy": float(accuracy(p)),
-        "nll": float(nll(p)),
-        "brier": float(brier(p)),
-        "ece": float(ece(p, n_bins=n_bins)),
-        "adaptive_ece": float(adaptive_ece(p, n_bins=n_bins)),
-        "classwise_ece": float(classwise_ece(p, n_bins=n_bins)),
-        "overconfidence": float(overconfidence(p, n_bins=n_bins)),
-        "underconfidence": float(underconfidence(p, n_bins=n_bins)),
-        "confidence": float(p.confidence.double().mean()),
-    }
+    """The measures that every validation logs: all that are `watched`."""
+    return values_of(p, [name for name, record in MEASURES.items() if record.watched], n_bins)
 
 
 class CalibrationMonitor:

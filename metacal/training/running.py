@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metacal.calibration.binning import bin_index
+from metacal.calibration import CalibrationAccumulator
 from metacal.predictions import Predictions
 
 __all__ = ["RunningMeasures"]
 
+MEASURED = ("accuracy", "nll", "ece", "confidence")
+
 _TOGETHER = 20  # batches that are binned at once: one wait for the device, one pass of small operations
 _RECENT = 1000  # samples that histograms and figures of gamma show
-# Sums are whole numbers of 2^-30: exact in any order, so that a resumed run logs the same digits.
-_UNIT = 2.0**30
-_WORST = 1e6  # nats; a label of probability 0 counts as this
+_UNIT = 2.0**-30  # sums of its multiples are exact in any order, so that a resumed run logs the same digits
 
 
 class RunningMeasures:
@@ -34,18 +34,15 @@ class RunningMeasures:
         self.n_bins = n_bins
         self._pending: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._recent: tuple[Tensor, ...] = ()  # gamma, confidence and correctness of the last samples
-        self._clear()
+        self._total = self._empty()
 
-    def _clear(self) -> None:
-        self._count = torch.zeros(self.n_bins, dtype=torch.int64)
-        self._correct = torch.zeros_like(self._count)
-        self._confidence = torch.zeros_like(self._count)  # in units
-        self._nll = 0  # in units
+    def _empty(self) -> CalibrationAccumulator:
+        return CalibrationAccumulator(None, self.n_bins, measures=MEASURED)
 
     def add(self, logits: Tensor, labels: Tensor, gamma: Tensor | None = None) -> None:
         """A batch: logits (n, K) and labels (n,), both detached, and the gammas (n,) if every sample has its own."""
-        own = gamma is not None and gamma.numel() == len(labels) > 1
-        self._pending.append((logits, labels, gamma if own else None))
+        each_its_own = gamma is not None and gamma.numel() == len(labels) > 1
+        self._pending.append((logits, labels, gamma if each_its_own else None))
         if len(self._pending) == _TOGETHER:
             self._fold()
 
@@ -55,11 +52,7 @@ class RunningMeasures:
         logits, labels, gammas = zip(*self._pending)
         self._pending = []
         p = Predictions.from_logits(torch.cat(logits).cpu(), torch.cat(labels).cpu())
-        index = bin_index(p.confidence, self.n_bins)
-        self._count += torch.bincount(index, minlength=self.n_bins)
-        self._correct += torch.bincount(index[p.correct], minlength=self.n_bins)
-        self._confidence.index_add_(0, index, (p.confidence * _UNIT).round().long())
-        self._nll += int((p.log_likelihood.clamp(min=-_WORST) * -_UNIT).round().long().sum())
+        self._total.add(p.in_units(_UNIT))
         # Batch by batch, so that when they are folded, as a checkpoint does, changes nothing.
         sizes = [len(batch) for batch in labels]
         for gamma, *of_samples in zip(gammas, p.confidence.split(sizes), p.correct.split(sizes)):
@@ -71,18 +64,11 @@ class RunningMeasures:
     def values(self) -> dict[str, float]:
         """``train/accuracy``, ``train/nll`` (nats), ``train/ece``, ``train/confidence``; the next ones start anew."""
         self._fold()
-        n = int(self._count.sum())
-        if n == 0:
+        if len(self._total) == 0:
             return {}
-        gap = (self._correct.double() - self._confidence.double() / _UNIT).abs().sum()
-        found = {
-            "train/accuracy": int(self._correct.sum()) / n,
-            "train/nll": self._nll / _UNIT / n,
-            "train/ece": float(gap) / n,
-            "train/confidence": int(self._confidence.sum()) / _UNIT / n,
-        }
-        self._clear()
-        return found
+        values = {f"train/{name}": value for name, value in self._total.compute().items()}
+        self._total = self._empty()
+        return values
 
     def gammas(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Gamma, confidence and correctness (n,) of the last thousand samples; None if they share one gamma."""
@@ -96,17 +82,13 @@ class RunningMeasures:
         """Plain numbers, for a checkpoint."""
         self._fold()
         return {
-            "count": self._count.tolist(),
-            "correct": self._correct.tolist(),
-            "confidence": self._confidence.tolist(),
-            "nll": self._nll,
+            "sums": {name: value.tolist() for name, value in self._total.state_dict().items()},
             "recent": [values.tolist() for values in self._recent],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._count = torch.tensor(state["count"])
-        self._correct = torch.tensor(state["correct"])
-        self._confidence = torch.tensor(state["confidence"])
-        self._nll = int(state["nll"])
+        if "sums" in state:  # older checkpoints have others: what they measured is then of the batches to come
+            sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in state["sums"].items()}
+            self._total.load_state_dict(sums)
         dtypes = (torch.float32, torch.float64, torch.bool)
         self._recent = tuple(torch.tensor(v, dtype=dtype) for v, dtype in zip(state.get("recent", ()), dtypes))

@@ -95,6 +95,33 @@ def test_the_state_does_not_grow_and_holds_integers_and_float64():
     assert state["count"].dtype == torch.int64
 
 
+def test_chosen_measures_keep_what_they_need_and_need_no_number_of_classes():
+    total = CalibrationAccumulator(None, measures=("nll", "ece"))
+    assert set(total.state_dict()) == {"count", "correct", "confidence_sum", "nll_sum"}
+    total.update(*sample())
+    assert list(total.compute()) == ["nll", "ece"]
+    close(total.compute(), Predictions.from_logits(*sample()))
+    with pytest.raises(InputError, match="n_classes must be given to keep class_mass, class_hits"):
+        CalibrationAccumulator(None)
+    with pytest.raises(InputError, match=r"measures must be one of accuracy, .* got 'kce'"):
+        CalibrationAccumulator(7, measures=("kce",))
+
+
+def test_in_whole_units_the_sums_have_the_same_bits_in_any_order():
+    p = Predictions.from_logits(*sample(500)).in_units(2.0**-30)
+    orders = [
+        torch.randperm(500, generator=torch.Generator().manual_seed(seed)).split(1 + 60 * seed) for seed in range(3)
+    ]
+    totals = [CalibrationAccumulator(7, measures=("nll", "ece", "confidence")) for _ in orders]
+    for total, batches in zip(totals, orders):
+        for rows in batches:
+            total.add(p[rows])
+    assert totals[0].compute() == totals[1].compute() == totals[2].compute()
+    assert totals[0].compute()["nll"] == pytest.approx(MEASURES["nll"](Predictions.from_logits(*sample(500))), abs=1e-9)
+    certain = Predictions.from_probabilities([[1.0, 0.0]], [1]).in_units(2.0**-30)
+    assert certain.log_likelihood.tolist() == [-1e6] and certain.confidence.tolist() == [1.0]
+
+
 def test_without_classwise():
     total = CalibrationAccumulator(7, classwise=False)
     total.update(*sample())

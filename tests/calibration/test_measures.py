@@ -229,9 +229,9 @@ def test_a_perfect_one_hot_predictor_scores_zero(n, k, seed):
     labels = torch.randint(k, (n,), generator=torch.Generator().manual_seed(seed))
     p = Predictions.from_probabilities(torch.eye(k)[labels], labels)
     for name, f in MEASURES.items():
-        if name not in ("accuracy", "auroc"):
+        if name not in ("accuracy", "auroc", "confidence"):
             assert abs(f(p)) < 1e-12, name
-    assert calibration.accuracy(p) == 1.0
+    assert calibration.accuracy(p) == calibration.confidence(p) == 1.0
 
 
 @given(predictions())

@@ -180,6 +180,10 @@ def accuracy(probs, labels):
     return sum(a for _, a in top_label(probs, labels)) / len(labels)
 
 
+def confidence(probs, labels):
+    return math.fsum(float(c) for c, _ in top_label(probs, labels)) / len(labels)
+
+
 def error(probs, labels):
     return 1 - accuracy(probs, labels)
 

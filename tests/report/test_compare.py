@@ -71,16 +71,6 @@ def test_values_are_those_of_the_saved_predictions(result):
                 assert result.results["temperature"][name][i].values[s] == pytest.approx(MEASURES[name](scaled))
 
 
-def test_a_measure_that_the_bootstrap_does_not_know_is_resampled(groups, monkeypatch):
-    """The same numbers as of one that it knows, by measuring every resample."""
-    monkeypatch.setitem(MEASURES, "mean_miss", lambda p: float((1 - p.log_likelihood.exp()).mean()))
-    monkeypatch.setitem(MEASURES, "copy", lambda p: MEASURES["nll"](p))
-    found = compare_runs(groups, measures=["mean_miss", "copy", "nll"], resamples=20)
-    for own, known in zip(found.results["none"]["copy"], found.results["none"]["nll"]):
-        np.testing.assert_allclose(own.resampled, known.resampled, rtol=1e-12)
-    assert "mean_miss" in str(found.table()) and "mean_miss" in comparison_page(found)
-
-
 def test_the_best_and_what_does_not_differ_from_it_are_marked(result):
     best = result.best["none"]["nll"]
     assert result.groups[best].method in ("focal", "brier")

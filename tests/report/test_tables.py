@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from metacal.errors import InputError
-from metacal.report.tables import COLUMNS, Column, Range, Spread, Table, comparison, summarise
+from metacal.report.tables import Column, Range, Spread, Table, column_of, comparison, summarise
 
 TABLE = Table(
-    [COLUMNS["accuracy"], COLUMNS["ece"], Column("note", "A & B")],
+    [column_of("accuracy"), column_of("ece"), Column("note", "A & B")],
     [
         ("focal_1", [0.9123456, Range(0.05, 0.04, 0.06), "x|y"]),
         ("gamma-net", [0.905, Range(0.0123, 0.01, 0.02), None]),
@@ -86,21 +86,21 @@ def test_rich_cuts_nothing_off(width):
 
 
 def test_the_best_is_marked_as_shown_and_only_among_several():
-    tie = Table([COLUMNS["nll"]], [("a", [0.12341]), ("b", [0.12339]), ("c", [0.2])])
+    tie = Table([column_of("nll")], [("a", [0.12341]), ("b", [0.12339]), ("c", [0.2])])
     assert tie.render("text").count("0.1234*") == 2
-    assert "*" not in Table([COLUMNS["nll"]], [("a", [0.1])]).render("text")
-    assert "**" not in Table([COLUMNS["temperature"]], [("a", [1.0]), ("b", [2.0])]).render("markdown")
+    assert "*" not in Table([column_of("nll")], [("a", [0.1])]).render("text")
+    assert "**" not in Table([column_of("temperature")], [("a", [1.0]), ("b", [2.0])]).render("markdown")
 
 
 def test_a_table_without_rows_has_its_header():
-    empty = Table([COLUMNS["nll"]], [], corner="method")
+    empty = Table([column_of("nll")], [], corner="method")
     assert "NLL" in empty.render("text") and empty.render("csv") == "method,nll\n"
     Console(file=io.StringIO()).print(empty)
 
 
 def test_bad_tables_are_named():
     with pytest.raises(InputError, match="row 'a' must have 1 cells"):
-        Table([COLUMNS["nll"]], [("a", [1.0, 2.0])])
+        Table([column_of("nll")], [("a", [1.0, 2.0])])
     with pytest.raises(InputError, match="format must be one of text, markdown, csv, latex, got 'html'"):
         TABLE.render("html")
 

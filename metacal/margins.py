@@ -19,6 +19,7 @@ from torch import Tensor
 from metacal.calibration.measures import ece
 from metacal.errors import InputError, require
 from metacal.modes import evaluation_mode
+from metacal.network import logits_in
 from metacal.predictions import Predictions
 
 __all__ = [
@@ -256,7 +257,7 @@ def _exact_margins(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _logits_of(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
-    out = model(x)
+    out = logits_in(model(x))
     return out[0] if isinstance(out, tuple) else out
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "Streams",
     "check_repeated",
     "dual_level",
+    "logits_in",
     "logits_of",
     "on_copies",
     "outputs_of",
@@ -49,11 +50,17 @@ def plain(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def logits_in(result: Any) -> Any:
+    """The logits of an output that holds them under that name, as those of many model libraries do; else the output."""
+    return result if isinstance(result, Tensor) else getattr(result, "logits", result)
+
+
 def outputs_of(result: Any) -> Outputs:
     """What a network returned, as logits and features.
 
-    Raises `InputError` for anything but a tensor or a pair (logits, features or None).
+    Raises `InputError` for anything but a tensor, an object with `logits`, or a pair (logits, features or None).
     """
+    result = logits_in(result)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
         return result[0], result[1]
     if not isinstance(result, Tensor):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from metacal.errors import InputError
+from metacal.network import logits_in
 
 __all__ = ["Backbone"]
 
@@ -17,7 +18,8 @@ class Backbone(nn.Module):
 
     Features are the input of the head, the Linear layer that makes the logits: `logits = features @ W.T + b`.
     The head is the last Linear layer that `net` registers, or the one named by `head`, as in
-    `net.named_modules()`. Every forward pass checks that the head's output *is* what `net` returns.
+    `net.named_modules()`. Every forward pass checks that the head's output *is* what `net` returns, or what that holds
+    as `logits`.
 
     `net` stays as it is: its state-dict keys, its class and its hooks. The features are caught by a hook that
     lives only during the forward pass, so nothing of a pass, and no graph, outlives it; copies, pickles,
@@ -76,7 +78,7 @@ class Backbone(nn.Module):
     def _run(self, x: Tensor, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         # A function of its own, so that torch.compile, which cannot trace the making of a hook, has the net in one
         # frame, and that frame in one graph.
-        logits = self.net(x)
+        logits = logits_in(self.net(x))
         if not seen or seen[-1][1] is not logits:
             self._explain(x, logits)
         return logits, seen[-1][0].flatten(1)
@@ -96,7 +98,7 @@ class Backbone(nn.Module):
         ]
         try:
             with torch.no_grad():
-                logits = self.net(x)
+                logits = logits_in(self.net(x))
         finally:
             for hook in hooks:
                 hook.remove()

@@ -20,6 +20,7 @@ from metacal.calibration.scaling import TemperatureScaling
 from metacal.data.wrap import for_model
 from metacal.errors import InputError, require
 from metacal.modes import evaluation_mode
+from metacal.network import logits_in
 from metacal.predictions import Predictions
 from metacal.report.figures import reliability_diagram
 from metacal.report.tables import Cell, Column, Table, column_of
@@ -188,7 +189,7 @@ def predict(
     The model is run in evaluation mode without gradients, and gets its modes back.
 
     Args:
-        model: x -> logits (N, K), or (logits, features) as `metacal.Backbone` gives.
+        model: x -> logits (N, K), an object with `logits`, or (logits, features) as `metacal.Backbone` gives.
         data: a DataLoader or another iterable of (x, y), or a pair of tensors (x, y), which is cut into batches of
             `batch_size`.
         device: where to send the batches; None: where the model's parameters are. The model is not moved.
@@ -199,7 +200,7 @@ def predict(
     logits, labels = [], []
     with torch.no_grad(), evaluation_mode(model):
         for x, y in _batches(data, batch_size):
-            out = model(x if device is None else x.to(device))
+            out = logits_in(model(x if device is None else x.to(device)))
             z = out[0] if isinstance(out, tuple) else out
             logits.append(z.detach().cpu())
             labels.append(torch.as_tensor(y).cpu())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from metacal.compose import compose, to_yaml
 from metacal.config import Config
 from metacal.data import InputKind, Task
 from metacal.data.kind import remember
-from metacal.errors import require
+from metacal.errors import did_you_mean, require
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode, training_mode
 from metacal.penalties import Pixels
@@ -99,7 +99,11 @@ def fit(
     epochs: int | None = None,
     batch_size: int = 128,
     seed: int = 0,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: str | torch.optim.Optimizer | None = None,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    freeze: str | Sequence[str] = (),
+    callbacks: Sequence[Callable[[dict[str, float]], Any]] = (),
     pixels: tuple[Sequence[float], Sequence[float]] | None = None,
     head: str | None = None,
     device: str = "auto",
@@ -123,9 +127,15 @@ def fit(
             the temperature; keep test data out of them all.
         method: a name in `configs/method/`, such as gamma_net, focal, cross_entropy.
         epochs, batch_size, seed: of the training; `batch_size` does not touch a DataLoader.
-        optimizer: your own over `model.parameters()` (for methods that learn their gammas SGD, Adam or AdamW of
-            torch.optim or one of metacal.optim); else the configured one. Its learning rates follow the schedule, and
-            are afterwards what they were.
+        optimizer: a name in `configs/optimizer/`, such as adamw; or your own over `model.parameters()` (for methods
+            that learn their gammas SGD, Adam or AdamW of torch.optim or one of metacal.optim), whose learning rates
+            follow the schedule and are afterwards what they were.
+        lr, weight_decay: of the optimizer by its name.
+        freeze: names of modules, as in `model.named_modules()`, that this training leaves as they are: their parameters
+            get no gradient, BatchNorm and Dropout in them are in evaluation mode. So are other modules that are in
+            evaluation mode inside a model that is not.
+        callbacks: functions that are called after each validation, with what it measured (as in `Fit.history`) and the
+            model in evaluation mode; if one returns true, the training ends there.
         pixels: (mean, std) per channel, when inputs are (pixel - mean) / std with pixels in [0, 1]: what penalties that
             perturb images need to know. uint8 images bring it with them.
         overrides: keys of the optimizer, schedule, loss, gamma, penalties, meta problem, monitors and precision, as on
@@ -136,15 +146,20 @@ def fit(
         InputError: for input that cannot be used, before training.
         RunError: for a loss, gradient or hypergradient that is not finite.
     """
-    config = _composed(method, seed, batch_size, epochs, overrides, optimizer)
+    given = {"epochs": epochs, "seed": seed, "data.batch_size": batch_size}
+    config = _composed(method, overrides, given, optimizer, {"lr": lr, "weight_decay": weight_decay})
     require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
-    chosen = choose_device(device if device != "auto" or optimizer is None else str(next(model.parameters()).device))
-    backbone = Backbone(model, head).to(chosen)
-    with training_mode(backbone.net), _as_numbers(optimizer):
+    for callback in callbacks:
+        require(callable(callback), f"callbacks must be functions of what a validation measured, got {callback!r}")
+    own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    backbone = Backbone(model, head)
+    chosen = choose_device(device if device != "auto" or own is None else str(next(model.parameters()).device))
+    backbone.to(chosen)
+    with training_mode(backbone.net), _frozen(model, freeze), _as_numbers(own):
         data = prepare_fit(config, backbone, train, meta, val)
         said = pixels_as_said(pixels, data.kind, chosen)
-        parts = build_parts(config, backbone, data.train, data.meta, data.val, optimizer=optimizer, pixels=said)
-        done, best, history = _trained(config, parts, run_dir, progress)
+        parts = build_parts(config, backbone, data.train, data.meta, data.val, optimizer=own, pixels=said)
+        done, best, history = _trained(config, parts, run_dir, progress, callbacks)
     backbone.load_state_dict(best)
     backbone.eval()
     remember(backbone.net, data.kind, data.task)
@@ -189,43 +204,74 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, (Tensor, np.generic)) and np.prod(value.shape) == 1 else value
 
 
+@contextmanager
+def _frozen(model: nn.Module, names: str | Sequence[str]) -> Iterator[None]:
+    """The named modules without gradients, and in evaluation mode, for the block."""
+    names = [names] if isinstance(names, str) else list(names)
+    modules = dict(model.named_modules())
+    for name in names:
+        require(
+            name in modules and name != "",
+            f"freeze must name modules of the model, got {name!r}{did_you_mean(name, modules)}",
+        )
+    parameters = {p for name in names for p in modules[name].parameters() if p.requires_grad}
+    for name in names:
+        modules[name].eval()  # whoever holds the modes puts them back
+    for p in parameters:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad_(True)
+
+
 def _composed(
     method: str,
-    seed: int,
-    batch_size: int,
-    epochs: int | None,
     overrides: Sequence[str],
-    optimizer: torch.optim.Optimizer | None,
+    arguments: Mapping[str, Any],
+    optimizer: str | torch.optim.Optimizer | None,
+    settings: Mapping[str, float | None],
 ) -> Config:
-    """The config of a run that the arguments of `fit` describe, and only those and `overrides`."""
+    """The config of a run that the arguments of `fit` describe, and only those and `overrides`.
+
+    arguments: keys of the config; None: their defaults. settings: of the optimizer by its name.
+    """
     require(not isinstance(overrides, str), f"overrides must be a list of words, got the string {overrides!r}")
     require(
-        optimizer is None or isinstance(optimizer, torch.optim.Optimizer),
-        f"optimizer must be a torch.optim.Optimizer over the model's parameters, got {optimizer!r}; one of metacal's "
-        "own by name: overrides=['optimizer=adam']",
+        optimizer is None or isinstance(optimizer, (str, torch.optim.Optimizer)),
+        f"optimizer must be the name of one, or a torch.optim.Optimizer over the model's parameters, got {optimizer!r}",
     )
+    settings = {key: value for key, value in settings.items() if value is not None}
+    own = isinstance(optimizer, torch.optim.Optimizer)
+    for key in settings:
+        require(not own, f"{key} cannot be given beside an optimizer of your own: set it there")
+    taken = {"epochs", "seed", "method", "device", *(f"optimizer.{key}" for key in settings)}
+    if isinstance(optimizer, str):
+        taken.add("optimizer")
     for word in overrides:
         key = word.lstrip("+~").split("=", 1)[0]
         require(
-            optimizer is None or key.split(".")[0] != "optimizer" or key == "optimizer.clip_norm",
+            not own or key.split(".")[0] != "optimizer" or key == "optimizer.clip_norm",
             f"overrides cannot hold {key} beside an optimizer of your own: set it there",
         )
         require(
             key.split(".")[0] not in _OUT_OF_REACH or key == "data.meta_batch_size",
             f"overrides cannot hold {key}: metacal.fit takes the model, the data and where to write as arguments",
         )
-        require(
-            key not in ("epochs", "seed", "method", "device"),
-            f"overrides cannot hold {key}: it is an argument of metacal.fit",
-        )
-    words = [f"method={method}", f"seed={seed}", f"data.batch_size={batch_size}", *overrides]
-    if epochs is not None:
-        words.append(f"epochs={epochs}")
-    return compose(words)
+        require(key not in taken, f"overrides cannot hold {key}: it is an argument of metacal.fit")
+    words = [f"method={method}", *(f"{key}={value}" for key, value in arguments.items() if value is not None)]
+    if isinstance(optimizer, str):
+        words.append(f"optimizer={optimizer}")
+    return compose([*words, *overrides, *(f"optimizer.{key}={_number(value)}" for key, value in settings.items())])
 
 
 def _trained(
-    config: Config, parts: Parts, run_dir: str | Path | None, progress: bool
+    config: Config,
+    parts: Parts,
+    run_dir: str | Path | None,
+    progress: bool,
+    callbacks: Sequence[Callable[[dict[str, float]], Any]],
 ) -> tuple[Progress, dict[str, Tensor], list[dict[str, float]]]:
     """Train `parts`: the progress, the best weights and what each validation measured."""
     folder = None
@@ -243,8 +289,15 @@ def _trained(
         if folder is not None:
             log.start(shown)
         console = ConsoleLog(config.method, config.epochs * len(parts.train), config.epochs, enabled=progress)
+
+        def ends(measured: dict[str, float]) -> bool:
+            with evaluation_mode(parts.backbone):
+                answers = [callback(dict(measured)) for callback in callbacks]
+            return any(answers)
+
         try:
-            done, best = train_loop(config, parts, watch, log, console, folder.path if folder else None)
+            where = folder.path if folder else None
+            done, best = train_loop(config, parts, watch, log, console, where, after_validation=ends)
             log.finish({"time/train_s": done.seconds}, done.step)
         finally:
             console.stop()

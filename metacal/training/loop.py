@@ -58,6 +58,7 @@ def train(
     folder: Path | None = None,
     progress: Progress | None = None,
     stop: Any = None,
+    after_validation: Callable[[dict[str, float]], bool] | None = None,
 ) -> tuple[Progress, dict[str, Tensor]]:
     """Train `parts` as `config` says and return the progress and the weights of the epoch with the least val NLL.
 
@@ -65,6 +66,7 @@ def train(
         folder: where checkpoints go (`checkpoints/last.pt`, `best.pt`); None keeps everything in memory.
         progress: of the checkpoint that `parts` were restored from; None starts at the beginning.
         stop: called after every step; when it returns true, the state is saved and KeyboardInterrupt raised.
+        after_validation: called with what a validation measured; when it returns true, the training ends there.
 
     Raises:
         RunError: a loss, gradient or hypergradient that is not finite (unless `nonfinite=skip`), or a checkpoint
@@ -98,7 +100,8 @@ def train(
         if folder is not None:
             checkpoint.save(folder / "checkpoints" / "last.pt", complete_state(parts, p, watch, log, config_text))
 
-    while p.epoch < config.epochs:
+    ended = False
+    while p.epoch < config.epochs and not ended:
         for x, y in train_batches.epoch(p.epoch, start=p.batch):
             factor = _learning_rate_factor(config, p.step, total, per_epoch)
             for group, lr in zip(parts.optimizer.param_groups, base_lrs):
@@ -159,10 +162,11 @@ def train(
                 {k.removeprefix("val/"): v for k, v in values.items()},
                 ("accuracy", "nll", "ece"),
             )
+            ended = after_validation is not None and after_validation(dict(log.history[-1]))
         if folder is not None and config.keep_every and p.epoch % config.keep_every == 0:
             _save_weights(folder, f"epoch{p.epoch:04d}", parts.backbone.state_dict(), p, config_text)
         owed = owed or p.epoch * per_epoch % save_every == 0 or save_every < per_epoch
-        if p.epoch == config.epochs or (owed and step.resting):
+        if ended or p.epoch == config.epochs or (owed and step.resting):
             save()
             owed = False
     p.seconds = time.perf_counter() - started

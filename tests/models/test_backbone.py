@@ -57,6 +57,22 @@ def test_features_logits_and_sizes() -> None:
     torch.testing.assert_close(backbone(x)[0], net(x), rtol=0, atol=0)
 
 
+def test_logits_inside_an_output_object() -> None:
+    class Output(dict):
+        """As model libraries return: a dictionary with attributes."""
+
+        def __getattr__(self, name: str) -> Tensor:
+            return self[name]
+
+    net, x = small(), torch.randn(5, 4)
+    held = nn.Sequential(net)
+    held.register_forward_hook(lambda _m, _a, logits: Output(logits=logits, hidden_states=None))
+    for got, wanted in zip(Backbone(held)(x), Backbone(net)(x)):
+        assert torch.equal(got, wanted)
+    with pytest.raises(InputError, match="are not the output of its layer 'inner'"):
+        Backbone(Wrapped(lambda z: Output(logits=z + 1)))(x)
+
+
 def test_named_head() -> None:
     x = torch.randn(5, 4)
     net = Odd()

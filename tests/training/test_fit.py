@@ -165,6 +165,15 @@ def test_a_run_folder_on_request(tmp_path):
         ({"overrides": ["meta.engin=reverse"]}, "did you mean 'meta.engine'"),
         ({"overrides": ["model=resnet20"]}, "overrides cannot hold model"),
         ({"overrides": ["data.crop_padding=2"]}, "overrides cannot hold data.crop_padding"),
+        ({"optimizer": "adamv"}, "optimizer must be one of .*did you mean 'adam"),
+        ({"optimizer": 3}, "optimizer must be the name of one, or a torch.optim.Optimizer"),
+        ({"optimizer": "adam", "overrides": ["optimizer=sgd"]}, "overrides cannot hold optimizer: it is an argument"),
+        ({"lr": 0.1, "overrides": ["optimizer.lr=0.2"]}, "overrides cannot hold optimizer.lr: it is an argument"),
+        ({"lr": -0.1}, "optimizer.lr must be"),
+        ({"lr": 0.1, "optimizer": torch.optim.SGD(net().parameters(), 0.1)}, "lr cannot be given beside an optimizer"),
+        ({"freeze": "1.weight"}, "freeze must name modules of the model, got '1.weight'"),
+        ({"freeze": ["0", "2"]}, "no trainable parameter"),
+        ({"callbacks": [3]}, "callbacks must be functions"),
         ({"model": nn.Linear(2, 1), "train": (blobs(30)[0], torch.arange(30) % 2)}, "one output .* a logit for each"),
         (
             {"train": (blobs(300)[0].long(), blobs(300)[1])},
@@ -240,3 +249,38 @@ def test_settings_of_an_optimizer_may_be_tensors_and_come_back(lr, tmp_path):
     for p, q in zip(model.parameters(), other.parameters()):
         assert torch.equal(p, q)
     assert [h["val/nll"] for h in again.history] == [h["val/nll"] for h in result.history]
+
+
+def test_optimizers_by_name():
+    by_name = metacal.fit(net(), blobs(200), optimizer="adamw", lr=np.float32(0.01), weight_decay=0.1, **ONCE)
+    words = ["optimizer=adamw", f"optimizer.lr={np.float32(0.01)}", "optimizer.weight_decay=0.1"]
+    by_words = metacal.fit(net(), blobs(200), overrides=words, **ONCE)
+    assert by_name.config.optimizer.name == "adamw" and by_name.config.optimizer.weight_decay == 0.1
+    for p, q in zip(by_name.model.parameters(), by_words.model.parameters()):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_frozen_modules_stay_as_they_are(own):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.Dropout(0.5)), nn.Tanh(), nn.Linear(16, 3)
+    )
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1) if own else None
+    result = metacal.fit(model, blobs(200), freeze="0", optimizer=optimizer, **ONCE)
+    moved = {k for k, v in result.model.state_dict().items() if not torch.equal(v, before[k])}
+    assert moved == {"2.weight", "2.bias"}
+    assert all(p.requires_grad for p in model.parameters()), "frozen for this training only"
+
+
+def test_callbacks_see_what_validation_measured_and_can_end_the_training():
+    model, seen = normed(), []
+
+    def watch(measured):
+        assert not model.training and not model[1].training
+        seen.append(measured)
+        return len(seen) == 2
+
+    result = metacal.fit(model, blobs(200), callbacks=[watch, lambda measured: None], **KEYS)
+    assert [line["epoch"] for line in seen] == [1, 2] and seen == result.history

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Backbone": "metacal.models.backbone",
+    "CalibratedModel": "metacal.deploy",
     "Fit": "metacal.training.fit",
     "GammaNet": "metacal.gamma",
     "InputError": "metacal.errors",
@@ -20,6 +21,7 @@ _HOME = {
     "Report": "metacal.report.report",
     "evaluate": "metacal.report.report",
     "fit": "metacal.training.fit",
+    "load": "metacal.deploy",
 }
 _MODULES = ("bilevel", "calibration", "curvature", "data", "losses", "margins", "models", "optim", "penalties")
 
@@ -28,6 +30,7 @@ __all__ = [*_HOME, *_MODULES, "__version__"]
 if TYPE_CHECKING:  # what type checkers and editors see
     from metacal import bilevel, calibration, curvature, data, losses, margins, models, optim, penalties
     from metacal.bilevel import MetaStep
+    from metacal.deploy import CalibratedModel, load
     from metacal.errors import InputError
     from metacal.gamma import GammaNet
     from metacal.models.backbone import Backbone

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from metacal.errors import InputError
 
-__all__ = ["CHUNK", "ArrayStore", "FileStore", "leave_interrupts", "one_line", "tensor_chunks"]
+__all__ = ["CHUNK", "ArrayStore", "FileStore", "leave_interrupts", "one_line", "resized", "tensor_chunks"]
 
 CHUNK = 512  # inputs loaded at a time
 
@@ -84,7 +84,7 @@ class FileStore:
         with self._open(i) as file:
             image = file.convert("RGB")
         if self.image_size is not None:
-            image = _resized(image, self.image_size)
+            image = resized(image, self.image_size)
         self._check_size(i, image)
         return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
 
@@ -149,7 +149,8 @@ class FileStore:
             )
 
 
-def _resized(image: Any, side: int) -> Any:
+def resized(image: Any, side: int) -> Any:
+    """A PIL image with its shorter side resized to `side` (bilinear, antialiased), and the middle square of it."""
     width, height = image.size
     if (width, height) == (side, side):
         return image

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -17,7 +18,7 @@ from metacal.models.small import cnn, mlp
 from metacal.models.torchvision_nets import PREFIX, torchvision_net
 from metacal.models.vit import vit
 
-__all__ = ["build_model", "model_names"]
+__all__ = ["Architecture", "architecture_of", "build_model", "model_names"]
 
 # Name -> function (n_classes, input_shape, *, options) -> module. The options are the ModelConfig keys that it takes.
 _MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -64,4 +65,23 @@ def build_model(cfg: ModelConfig, n_classes: int, input_shape: tuple[int, ...]) 
             f"model {name} has no option {field.name} (set to {value!r}); it has {', '.join(known)}",
         )
         options[field.name] = tuple(value) if field.name == "hidden" else value
-    return build(n_classes, tuple(input_shape), **options)
+    net = build(n_classes, tuple(input_shape), **options)
+    _BUILT[net] = Architecture(replace(cfg), n_classes, tuple(input_shape))
+    return net
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How `build_model` made a network: its arguments."""
+
+    config: ModelConfig
+    n_classes: int
+    input_shape: tuple[int, ...]
+
+
+_BUILT: WeakKeyDictionary[nn.Module, Architecture] = WeakKeyDictionary()
+
+
+def architecture_of(net: nn.Module) -> Architecture | None:
+    """How `net` can be made again, if `build_model` made it in this process; None for any other network."""
+    return _BUILT.get(net)

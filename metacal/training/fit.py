@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from metacal import deploy
 from metacal.calibration import TemperatureScaling
 from metacal.compose import compose, to_yaml
 from metacal.config import Config
-from metacal.data import InputKind, Task
+from metacal.data import InputKind
 from metacal.data.kind import remember
+from metacal.deploy import CalibratedModel
 from metacal.errors import did_you_mean, require
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode, training_mode
@@ -48,6 +50,7 @@ class Fit:
         backbone: the same module as `metacal.Backbone`, returning (logits, features).
         gamma: the gamma source, trained; None for losses without gamma.
         scaling: temperature scaling, fitted on val.
+        calibrated: the model in use: from inputs as `fit` takes them to probabilities (see `metacal.deploy`).
         history: what each validation measured: dicts of step, epoch and ``split/measure``.
         config: the run's config.
     """
@@ -56,13 +59,12 @@ class Fit:
     backbone: Backbone
     gamma: nn.Module | None
     scaling: TemperatureScaling
+    calibrated: CalibratedModel
     history: list[dict[str, float]]
     best_epoch: int
     seconds: float
     config: Config
     _val: Predictions
-    _kind: InputKind
-    _task: Task
 
     def __repr__(self) -> str:
         nll = next(line["val/nll"] for line in self.history if line["epoch"] == self.best_epoch)
@@ -71,22 +73,23 @@ class Fit:
             f"val NLL {nll:.4f}, temperature {self.scaling.temperature:.3f})"
         )
 
-    @torch.no_grad()
-    def predict_proba(self, x: Tensor, scaled: bool = True) -> Tensor:
-        """Class probabilities (N, K) of inputs (N, ...), after temperature scaling unless `scaled=False`."""
-        x = self._kind.prepare(x, "new").to(next(self.model.parameters()).device)
-        if x.is_floating_point():
-            x = x.to(self._task.dtype)
-        with evaluation_mode(self.backbone):
-            logits, _ = self.backbone(x)
-        precision = torch.promote_types(logits.dtype, torch.float32)
-        return torch.softmax(logits.to(precision) / (self.scaling.temperature if scaled else 1.0), dim=1)
+    def predict_proba(self, x: Any, scaled: bool = True) -> Tensor:
+        """Class probabilities (N, K) of inputs (N, ...) as `fit` takes them, after temperature scaling if `scaled`."""
+        return self.calibrated.predict_proba(x, scaled=scaled)
+
+    def predict(self, x: Any) -> Tensor:
+        """The most probable class (N,) of inputs (N, ...): an index into `calibrated.class_names`."""
+        return self.calibrated.predict(x)
 
     def evaluate(self, data: Any, **keys: Any) -> Report:
         """The report of `data` (as `fit` takes it), before and after temperature scaling; `keys` go to `Report`."""
         device = next(self.model.parameters()).device
-        batches = evaluation_data(data, "test", device, self._kind, self._task)
+        batches = evaluation_data(data, "test", device, self.calibrated.kind, self.calibrated.task)
         return Report(predict(self.backbone, batches.epoch(0)), self._val, **keys)
+
+    def save(self, path: str | Path) -> None:
+        """Write the calibrated model to one file, which `metacal.load` reads."""
+        deploy.save(self.calibrated, path)
 
 
 def fit(
@@ -164,18 +167,18 @@ def fit(
     backbone.eval()
     remember(backbone.net, data.kind, data.task)
     p_val = predict(backbone, parts.val.epoch(0))
+    scaling = TemperatureScaling().fit(p_val)
     return Fit(
         model=backbone.net,
         backbone=backbone,
         gamma=parts.gamma,
-        scaling=TemperatureScaling().fit(p_val),
+        scaling=scaling,
+        calibrated=CalibratedModel(backbone, data.kind, data.task, scaling.temperature),
         history=history,
         best_epoch=done.best_epoch,
         seconds=done.seconds,
         config=config,
         _val=p_val,
-        _kind=data.kind,
-        _task=data.task,
     )
 
 

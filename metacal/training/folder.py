@@ -74,7 +74,9 @@ def run_name(method: str, overrides: Sequence[str]) -> str:
 
 
 class RunFolder:
-    """A run's folder: config.yaml, command.txt, metrics.jsonl, summary.json, checkpoints/, predictions/, figures/."""
+    """A run's folder: config.yaml, command.txt, metrics.jsonl, summary.json, model.pt, and the folders checkpoints,
+    predictions and figures.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -82,6 +84,7 @@ class RunFolder:
         self.command = self.path / "command.txt"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
+        self.model = self.path / "model.pt"
         self.last = self.path / "checkpoints" / "last.pt"
         self.best = self.path / "checkpoints" / "best.pt"
 
@@ -146,6 +149,7 @@ class RunFolder:
             "command.txt",
             "metrics.jsonl",
             "summary.json",
+            "model.pt",
             "shift.json",
             "events.out.tfevents.*",
             "checkpoints/*.pt",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -154,7 +155,7 @@ def train(
                 values = _validate(config, p, parts, state, watch, running, log)
             if p.best_epoch == 0 or values["val/nll"] < p.best_nll:
                 p.best_nll, p.best_epoch = values["val/nll"], p.epoch
-                best = {k: v.detach().clone() for k, v in parts.backbone.state_dict().items()}
+                best = copy.deepcopy(dict(parts.backbone.state_dict()))
                 if folder is not None:
                     _save_weights(folder, "best", best, p, config_text)
             console.epoch(

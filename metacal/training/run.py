@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from metacal import deploy
 from metacal.compose import to_yaml
 from metacal.config import Config
 from metacal.data import Batches, Data
@@ -223,6 +224,7 @@ def _measure(
     for name, p in (("val", p_val), ("test", p_test)):
         (folder.path / "predictions").mkdir(exist_ok=True)
         p.save(folder.path / "predictions" / f"{name}.npz")
+    deploy.save(deploy.of_run(config, data, parts.backbone, report.temperature or 1.0), folder.model)
     (folder.path / "figures").mkdir(exist_ok=True)
     figure = report.reliability_diagram()
     figure.savefig(folder.path / "figures" / "reliability.png", dpi=150)

@@ -399,7 +399,7 @@ def test_a_fitted_model_is_given_what_it_was_trained_on() -> None:
         p = result.predict_proba(x, scaled=False)
         loader = DataLoader(TensorDataset(x, Y), batch_size=9)
         wanted = -p.gather(1, Y[:, None]).log().mean().item()
-        normalised = result._kind.prepare(x, "new")
+        normalised = result.calibrated.kind.prepare(x, "new")
         for report in (
             result.evaluate((x, Y), resamples=0),
             result.evaluate(loader, resamples=0),

@@ -1,0 +1,215 @@
+"""A trained model in use: calibrated probabilities of inputs as they come, from one file.
+
+result = metacal.fit(model, (x, y))
+result.save("model.pt")                                    # later, in another process:
+model = metacal.load("model.pt", model=Net())              # or metacal.load(RUN), a run folder of `metacal train`
+model.predict_proba(images), model.predict(images)
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metacal import __version__
+from metacal.calibration import TemperatureScaling
+from metacal.config import Config, ModelConfig
+from metacal.data import Data, InputKind, Task, Transform
+from metacal.data.arrays import as_tensor, is_image
+from metacal.data.stores import resized
+from metacal.data.wrap import input_kind
+from metacal.errors import require
+from metacal.models import Backbone, build_model
+from metacal.models.factory import Architecture, architecture_of
+from metacal.modes import evaluation_mode
+from metacal.predictions import Predictions
+from metacal.report.report import predict
+from metacal.training import checkpoint
+
+__all__ = ["CalibratedModel", "load", "save"]
+
+
+class CalibratedModel(nn.Module):
+    """A trained network with all that its use needs: normalisation of inputs, temperature, names of classes.
+
+    `forward(x)` gives calibrated logits z / T, (N, K), of inputs of the kind that the network was trained on, such as
+    uint8 images: softmax makes probabilities of them. Inputs of another kind are refused (see `InputKind`).
+
+    Args:
+        backbone: the network, which is put in evaluation mode.
+        kind: of the inputs that it was trained on.
+        task: its classes and the type of its parameters.
+        temperature: T.
+        image_size: PIL images are resized and cropped to it, as image files were in training; None: they are not.
+    """
+
+    def __init__(
+        self, backbone: Backbone, kind: InputKind, task: Task, temperature: float, image_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.kind, self.task = kind, task
+        self.temperature = float(temperature)
+        self.image_size = image_size
+        self.eval()
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes 0, 1, ...: those of the training data, else their numbers."""
+        names = list(self.task.class_names or [])
+        return names + [str(k) for k in range(len(names), self.backbone.n_classes)]
+
+    def forward(self, x: Any) -> Tensor:
+        return self._logits(x) / self.temperature
+
+    def predict_proba(self, x: Any, batch_size: int = 1024, scaled: bool = True) -> Tensor:
+        """Class probabilities (N, K) of inputs (N, ...), on the model's device; `scaled=False`: before scaling by T."""
+        require(batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
+        x = self._tensor(x)
+        require(x.ndim > 0 and len(x) > 0, f"new inputs are empty (shape {tuple(x.shape)})")
+        with torch.no_grad(), evaluation_mode(self):
+            logits = torch.cat([self._logits(part) for part in x.split(batch_size)])
+        return torch.softmax(logits / (self.temperature if scaled else 1.0), dim=1)
+
+    def predict(self, x: Any, batch_size: int = 1024) -> Tensor:
+        """The most probable class (N,) of inputs (N, ...), int64: an index into `class_names`."""
+        return self.predict_proba(x, batch_size, scaled=False).argmax(1)
+
+    def extra_repr(self) -> str:
+        return f"{self.backbone.n_classes} classes, temperature {self.temperature:.4g}"
+
+    def _logits(self, x: Any) -> Tensor:
+        first = next(self.backbone.parameters())
+        x = self.kind.prepare(self._tensor(x), "new")
+        logits, _ = self.backbone(x.to(first.device, first.dtype if x.is_floating_point() else x.dtype))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _tensor(self, x: Any) -> Tensor:
+        if self.image_size is not None and isinstance(x, (list, tuple)) and len(x) and is_image(x[0]):
+            x = [resized(image, self.image_size) for image in x]
+        return as_tensor(x, "new inputs")
+
+
+def save(model: CalibratedModel, path: str | Path) -> None:
+    """Write `model` to one file of tensors and plain Python, which `load` reads.
+
+    The weights, what inputs are, the temperature and the classes' names are in it. How to make the network is in it
+    where `metacal.models.build_model` made it; of another network it has the class's name only.
+
+    Raises:
+        InputError: for a network whose state holds anything but tensors.
+        RunError: when the file cannot be written.
+    """
+    net = model.backbone.net
+    weights = net.state_dict()
+    strange = next((key for key, value in weights.items() if not isinstance(value, Tensor)), None)
+    require(strange is None, f"model {type(net).__name__} cannot be saved: its state {strange!r} is no tensor")
+    architecture = architecture_of(net)
+    state = {
+        "contains": "model",
+        "versions": {"metacal": __version__, "torch": str(torch.__version__)},
+        "class": f"{type(net).__module__}.{type(net).__qualname__}",
+        "architecture": None if architecture is None else asdict(architecture),
+        "weights": dict(weights),
+        "head": model.backbone.head_name,
+        "temperature": model.temperature,
+        "class_names": None if model.task.class_names is None else list(model.task.class_names),
+        "dtype": _name(model.task.dtype),
+        "image_size": model.image_size,
+        "inputs": _plain_kind(model.kind),
+    }
+    checkpoint.save(Path(path), state)
+
+
+def load(path: str | Path, model: nn.Module | None = None, device: str | torch.device = "cpu") -> CalibratedModel:
+    """The calibrated model in a file that `save` wrote, or of a run folder of `metacal train`.
+
+    A run that is not finished, or was made before runs kept such a file, is loaded from its best checkpoint, which
+    needs the data that it was trained on.
+
+    Args:
+        model: the network for the weights, made by your own code; needed where the file cannot make it.
+
+    Raises:
+        InputError: for a path without a model, a damaged file, and a network that the weights do not fit.
+    """
+    file = Path(path)
+    if file.is_dir():
+        from metacal.training.folder import RunFolder
+
+        require(model is None, f"{path} is a run folder, whose config says what the model is: leave out model")
+        file = RunFolder(file).model
+        if not file.is_file():
+            return from_run(path).to(device)
+    require(file.is_file(), f"{path} does not exist")
+    state = checkpoint.load(file, "cpu")
+    require(state.get("contains") == "model", f"{file} is no saved model, but the state of a training: load its run")
+    built = state["architecture"]
+    if model is None:
+        require(
+            built is not None,
+            f"{file} holds the weights of a {state['class']}, which only your own code can make: "
+            f"metacal.load({str(path)!r}, model=…)",
+        )
+        model = _built(Architecture(ModelConfig(**built["config"]), built["n_classes"], tuple(built["input_shape"])))
+    backbone = Backbone(model.to(_DTYPES[state["dtype"]]), state["head"])
+    checkpoint.load_weights(model, state["weights"], str(file))
+    task = Task(backbone.n_classes, _DTYPES[state["dtype"]], state["class_names"])
+    return CalibratedModel(backbone, _kind(state["inputs"]), task, state["temperature"], state["image_size"]).to(device)
+
+
+def from_run(path: str | Path) -> CalibratedModel:
+    """The model at the best checkpoint of a run, its data made again; the temperature is fitted on val.
+
+    Raises:
+        InputError: when the folder is no run, has no checkpoint, or its data cannot be read or have changed.
+    """
+    from metacal.training.saved import load_run
+    from metacal.training.setup import evaluation_batches
+
+    config, data, backbone = load_run(path, "cpu")
+    known = Path(path) / "predictions" / "val.npz"
+    val = Predictions.load(known) if known.is_file() else predict(backbone, evaluation_batches(data.val).epoch(0))
+    return of_run(config, data, backbone, TemperatureScaling().fit(val).temperature)
+
+
+def of_run(config: Config, data: Data, backbone: Backbone, temperature: float) -> CalibratedModel:
+    """The calibrated model of a run of `metacal train`."""
+    task = Task(data.n_classes, next(backbone.parameters()).dtype, data.class_names)
+    return CalibratedModel(backbone, input_kind(data.train), task, temperature, config.data.image_size)
+
+
+def _built(architecture: Architecture) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):  # its weights are about to be replaced
+        return build_model(architecture.config, architecture.n_classes, architecture.input_shape)
+
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain_kind(kind: InputKind) -> dict[str, Any]:
+    """An `InputKind` as tensors and plain Python."""
+    t = kind.transform
+    transform = None
+    if t is not None:
+        transform = {"scale": t.scale, "mean": t.mean.cpu(), "std": t.std.cpu(), "dtype": _name(t.dtype)}
+    numbers = {"low": kind.low, "high": kind.high, "outside": list(kind.outside)}
+    return {"shape": list(kind.shape), "dtype": _name(kind.dtype), "transform": transform, **numbers}
+
+
+def _kind(plain: dict[str, Any]) -> InputKind:
+    t = plain["transform"]
+    transform = None if t is None else Transform(**{**t, "dtype": _DTYPES[t["dtype"]]})
+    kind = InputKind(**{**plain, "transform": transform, "dtype": _DTYPES[plain["dtype"]]})
+    return replace(kind, shape=tuple(plain["shape"]), outside=tuple(plain["outside"]))

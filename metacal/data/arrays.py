@@ -53,6 +53,7 @@ def stacked(tensors: Sequence[Tensor], what: str) -> Tensor:
 
 
 def _of_array(values: Any, what: str) -> Tensor:
+    require(values is not None, f"{what} must be numbers of one shape, got None")
     try:
         array = np.asarray(values)
         if array.dtype == object:  # columns of nullable types, say, whose entries are numbers all the same
@@ -120,23 +121,28 @@ def as_labels(
     n_classes: int | None = None,
     class_names: Sequence[str] | None = None,
     place: Place = _at_index,
+    number_names: bool = False,
 ) -> tuple[Tensor, Sequence[str] | None]:
     """`values` as class indices, int64 `(n,)`, and the classes' names, None where labels are numbers without names.
 
-    Takes integers `(n,)`; one-hot rows `(n, K)`; and names, one a sample: indices into `class_names`, or where that is
-    None into the sorted names that occur.
+    Takes integers `(n,)`; one-hot rows `(n, K)`; and names, one a sample: indices into `class_names`.
 
     Args:
         name: of the split, for messages.
         n_classes: K, if known: labels must lie below it.
         place: says where a bad one is.
+        number_names: where `class_names` is None, give names the numbers of their order in the alphabet.
 
     Raises:
         InputError: for labels that are none of these, naming the first bad one.
     """
     names = _texts(values)
     if names is not None:
-        labels, class_names = _of_names(names, name, n_classes, class_names, place)
+        if class_names is None:
+            hint = "the classes they stand for are not known: give class indices"
+            require(number_names, f"{name} labels are names such as {names[0]!r}, and {hint}")
+            class_names = sorted(set(names))
+        labels = _of_names(names, name, n_classes, class_names, place)
     else:
         labels = _indices(as_tensor(values, f"{name} labels"), name, place)
     check_labels(labels, name, n, n_classes, place)
@@ -156,10 +162,8 @@ def _texts(values: Any) -> list[str] | None:
 
 
 def _of_names(
-    names: Sequence[str], name: str, n_classes: int | None, class_names: Sequence[str] | None, place: Place
-) -> tuple[Tensor, Sequence[str]]:
-    if class_names is None:
-        class_names = sorted(set(names))
+    names: Sequence[str], name: str, n_classes: int | None, class_names: Sequence[str], place: Place
+) -> Tensor:
     index = {class_name: k for k, class_name in enumerate(class_names)}
     shown = ", ".join(list(class_names)[:10]) + (", …" if len(class_names) > 10 else "")
     unknown = next((i for i, v in enumerate(names) if v not in index), None)
@@ -169,7 +173,7 @@ def _of_names(
         n_classes is None or len(class_names) <= n_classes,
         f"{name} labels name {len(class_names)} classes ({shown}), and the model has {n_classes} outputs",
     )
-    return torch.tensor([index[v] for v in names]), class_names
+    return torch.tensor([index[v] for v in names])
 
 
 def _indices(y: Tensor, name: str, place: Place) -> Tensor:

@@ -180,6 +180,8 @@ class InputKind:
         )
 
     def _shown(self) -> str:
+        if self.dtype == torch.uint8:
+            return f"uint8 images, normalised to [{self.low:.4g}, {self.high:.4g}]"
         return f"{str(self.dtype).removeprefix('torch.')} in [{self.low:.4g}, {self.high:.4g}]"
 
 

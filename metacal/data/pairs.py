@@ -85,7 +85,9 @@ def labels_of_items(dataset: Any, index: Sequence[int]) -> list[Any]:
 
 
 def _scalar(label: Any) -> Any:
-    """A label that is an array of one number as that number."""
+    """A label that is an array or a list of one number as that number."""
+    if isinstance(label, (list, tuple)) and len(label) == 1:
+        return label[0]
     if isinstance(label, (Tensor, np.ndarray)) and np.prod(label.shape) == 1:
         return label.reshape(()).item()
     return label

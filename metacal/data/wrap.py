@@ -90,19 +90,31 @@ def as_batches(
 
 
 def for_model(model: Any, data: Any, name: str) -> Any:
-    """`data` as a model that `metacal.fit` trained takes them, in batches `(x, y)`; for any other model as they are.
+    """`data` in batches `(x, y)` as a model that `metacal.fit` trained takes them; for any other model as they are.
+
+    What is neither arrays, a Dataset nor a DataLoader is iterated.
 
     Raises:
         InputError: for data of another kind than those that the model was trained on.
     """
-    trained = trained_on(model)
-    if trained is None or isinstance(data, (Batches, LoaderBatches)):
+    if isinstance(data, (Batches, LoaderBatches)):
         return data
+    trained = trained_on(model)
+    pair = isinstance(data, (tuple, list)) and len(data) == 2 and not _is_batch(data[0])
+    if trained is None:
+        if pair:
+            return tuple(as_tensor(values, f"{name} {what}") for values, what in zip(data, ("inputs", "labels")))
+        samples = isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not _is_batch(data[0])
+        return DataLoader(data, 512) if samples else data
     kind, task = trained
-    pair = isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list))
     if pair or isinstance(data, (Dataset, DataLoader, Split)):
         return as_batches(data, 512, stream=name, shuffle=False, augment=False, like=kind, task=task).epoch(0)
     return ((kind.prepare(x, f"{name} batch {i}:"), y, *_) for i, (x, y, *_) in enumerate(data))
+
+
+def _is_batch(value: Any) -> bool:
+    """Whether `value` is a batch (x, y) of a list of batches: two tensors, of which the second has a dimension."""
+    return isinstance(value, (tuple, list)) and len(value) > 1 and getattr(value[1], "ndim", 0) > 0
 
 
 def input_kind(split: Split) -> InputKind:
@@ -154,7 +166,7 @@ def _split_of_arrays(
     x = as_tensor(x, f"{name} inputs")
     require(x.ndim >= 1 and len(x) > 0, f"{name} data are empty (x has shape {tuple(x.shape)})")
     wanted = task or Task()
-    labels, class_names = as_labels(y, name, len(x), wanted.n_classes, wanted.class_names)
+    labels, class_names = as_labels(y, name, len(x), wanted.n_classes, wanted.class_names, number_names=kind is None)
     if kind is not None:
         x = kind.accept(x, name)
         transform = kind.transform_of(x)
@@ -180,7 +192,7 @@ def _split_of_dataset(
     n = len(data)
     require(n > 0, f"{name} dataset is empty")
     pairs = Pairs(data, name, task or Task(), kind)
-    labels, class_names = _labels_of_dataset(data, name, n, task)
+    labels, class_names = _labels_of_dataset(data, name, n, task, number_names=kind is None)
     pairs.task = Task(pairs.task.n_classes, pairs.task.dtype, class_names)
     index = evenly_spaced(n, LOOK)
     transform = None
@@ -193,7 +205,9 @@ def _split_of_dataset(
     return Split(name, pairs, labels.to(device), _on(transform, device), workers, True, class_names)
 
 
-def _labels_of_dataset(data: Any, name: str, n: int, task: Task | None) -> tuple[Tensor, Sequence[str] | None]:
+def _labels_of_dataset(
+    data: Any, name: str, n: int, task: Task | None, number_names: bool
+) -> tuple[Tensor, Sequence[str] | None]:
     """Class indices (n,) and the classes' names, from an attribute of the dataset if that is true, else by reading."""
     wanted = task or Task()
     names = wanted.class_names if wanted.class_names is not None else _class_names(data, wanted.n_classes)
@@ -202,8 +216,7 @@ def _labels_of_dataset(data: Any, name: str, n: int, task: Task | None) -> tuple
         check_labels(declared, name, n, wanted.n_classes)
         return declared, names
     items = labels_of_items(data, range(n))
-    labels, named = as_labels(items, name, n, wanted.n_classes, names)
-    return labels, named if named is not None else names
+    return as_labels(items, name, n, wanted.n_classes, names, number_names=number_names)
 
 
 def _declared_labels(data: Any, n: int) -> Tensor | None:

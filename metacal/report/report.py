@@ -186,7 +186,8 @@ def predict(
 ) -> Predictions:
     """The model's logits for all of `data`, with the labels, as `Predictions` on the CPU.
 
-    The model is run in evaluation mode without gradients, and gets its modes back.
+    The model is run in evaluation mode without gradients, and gets its modes back. Floats are given to it in the type
+    of its parameters.
 
     Args:
         model: x -> logits (N, K), an object with `logits`, or (logits, features) as `metacal.Backbone` gives.
@@ -194,13 +195,14 @@ def predict(
             `batch_size`.
         device: where to send the batches; None: where the model's parameters are. The model is not moved.
     """
-    if device is None and isinstance(model, nn.Module):
-        tensor = next((t for ts in (model.parameters(), model.buffers()) for t in ts), None)
-        device = tensor.device if tensor is not None else None
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    if device is None and tensors:
+        device = tensors[0].device
+    dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
     logits, labels = [], []
     with torch.no_grad(), evaluation_mode(model):
         for x, y in _batches(data, batch_size):
-            out = logits_in(model(x if device is None else x.to(device)))
+            out = logits_in(model(x.to(device, dtype if x.is_floating_point() else None)))
             z = out[0] if isinstance(out, tuple) else out
             logits.append(z.detach().cpu())
             labels.append(torch.as_tensor(y).cpu())

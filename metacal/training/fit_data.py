@@ -139,7 +139,7 @@ def _check(backbone: Backbone, batches: AnyBatches, read_all: bool) -> None:
 def _check_inputs(backbone: Backbone, x: Tensor, name: str) -> None:
     try:
         with evaluation_mode(backbone):
-            backbone(x[:2])
+            logits, _ = backbone(x[:2])
     except InputError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
@@ -148,6 +148,11 @@ def _check_inputs(backbone: Backbone, x: Tensor, name: str) -> None:
         typed = isinstance(error, RuntimeError) and not x.is_floating_point()
         hint = "; give x.float() for features, and uint8 for images" if typed else ""
         raise InputError(f"the model cannot take {name} inputs of shape ({shape}), {kind}: {error}{hint}") from None
+    require(
+        logits.shape == (len(x[:2]), backbone.n_classes),
+        f"the model must return logits (N, {backbone.n_classes}), it returns shape {tuple(logits.shape)} for "
+        f"{len(x[:2])} {name} inputs of shape {tuple(x.shape[1:])}",
+    )
 
 
 @torch.no_grad()

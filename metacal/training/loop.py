@@ -222,7 +222,8 @@ def _naming_the_step(p: Progress, folder: Path | None, what: str) -> Iterator[No
     except InputError as error:
         where = f"after step {p.step} (epoch {p.epoch + (p.batch > 0)})" if what != "the training step" else where
         # measures refuse logits that are not finite; data are refused for what they are
-        hint = "; lower optimizer.lr" if str(error).startswith("logits") else ""
+        unfit = what != "the training step" and str(error).startswith("logits")
+        hint = "; lower optimizer.lr" if unfit else ""
         raise RunError(f"{what} {where} failed: {error}; {_kept(folder)}{hint}") from None
 
 

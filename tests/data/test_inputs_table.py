@@ -76,6 +76,7 @@ LABELS = {
     "items of ints": Items(X, Y.tolist()),
     "items of tensors": Items(X, Y),
     "items of one-element tensors": Items(X, Y[:, None]),
+    "items of lists of one": Items(X, Y[:, None].tolist()),
     "items of numpy integers": Items(X.numpy(), Y.numpy()),
     "items of one-hot vectors": Items(X, ONE_HOT.float()),
     "items of names": Items(X, NAMES),
@@ -119,6 +120,8 @@ BAD_LABELS = {
     "names and numbers": ((X, [*NAMES[:-1], 2]), "train labels must be numbers of one shape, got list of text"),
     "complex": ((X, Y * 1j), "train labels must be real numbers"),
     "missing": ((X, [*Y.tolist()[:-1], None]), "train labels must be numbers of one shape, got list of objects"),
+    "none": ((X, None), "train labels must be numbers of one shape, got None"),
+    "items without": (Items(X, [*Y.tolist()[:-1], None]), "train labels must be numbers of one shape"),
     "ragged": ((X, [[0], *[[0, 1]] * (N - 1)]), "train labels must be numbers of one shape"),
     "too few": ((X, Y[:-1]), "equally many, got 24 and 23"),
     "items too large": (Items(X, (Y + 1).tolist(), targets=Y.tolist()), "got 3 at index 2; labels start at 0"),
@@ -161,6 +164,12 @@ def test_names_mean_the_same_in_every_split() -> None:
     assert torch.equal(torch.cat([y for _, y in LoaderBatches(loader, task=task).epoch(0)]), Y)
     with pytest.raises(InputError, match="val label 'fox' at index 1 is none of the classes: cat, dog, eel"):
         as_split((X[:2], ["eel", "fox"]), "val", task=task)
+    numbers = as_split((X, Y), task=TASK)
+    for data in ((X, NAMES), Items(X, NAMES), DataLoader(Items(X, NAMES))):
+        with pytest.raises(
+            InputError, match="val labels are names such as 'cat', and the classes they stand for are not"
+        ):
+            list(as_batches(data, stream="val", like=numbers, task=TASK).epoch(0))
 
 
 # ------------------------------------------------------------------------------------------ labels in loaders
@@ -428,3 +437,23 @@ def test_a_fitted_model_is_given_what_it_was_trained_on() -> None:
 def test_margins_name_a_label_out_of_range(measure: Callable[..., Any], label: int) -> None:
     with pytest.raises(InputError, match=rf"labels must be in 0..2, got {label} in row 2"):
         measure(torch.randn(4, 3), torch.tensor([0, 1, label, 2]))
+
+
+def test_a_model_of_unknown_training_is_given_arrays_and_datasets_too() -> None:
+    net = nn.Linear(4, K)
+    wanted = metacal.evaluate(net, (X, Y), resamples=0).to_dict()
+    batches = [(X[:9], Y[:9]), (X[9:], Y[9:])]
+
+    class Batched(Items):
+        def __getitem__(self, i: int) -> tuple[Any, Any]:
+            return batches[i]
+
+    for data in (
+        (X.numpy(), Y.tolist()),
+        (X.double(), Y),
+        Items(X, Y.tolist()),
+        TensorDataset(X.half().double(), Y),
+        batches,
+        Batched(X, [0, 1]),
+    ):
+        assert metacal.evaluate(net, data, resamples=0).to_dict() == pytest.approx(wanted, abs=1e-3)

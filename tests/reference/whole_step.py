@@ -139,6 +139,7 @@ class Setting:
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] = focal
     clip_norm: float | None = None
     penalty: Callable[..., Tensor] | None = None
+    ascent: list[Tensor | None] | None = None  # SAM's ε, where it is given: a constant of the step
     trained: State | None = None  # the network's state after the training pass
 
     @property
@@ -180,12 +181,11 @@ class Setting:
         grads = self.gradient(once if sam else differentiate)
         self.trained = State(self.net)
         if sam:
-            held = [(p, g, p.detach().abs() if self.optimizer.adaptive else 1.0) for p, g in zip(self.params, grads)]
-            norm = torch.cat([(t * g).flatten() for _, g, t in held if g is not None]).norm()
+            self.ascent = _ascent(self.optimizer, start, grads) if self.ascent is None else self.ascent
             with torch.no_grad():
-                for p, g, t in held:
-                    if g is not None:
-                        p += self.optimizer.rho * t * t * g / norm
+                for p, move in zip(self.params, self.ascent):
+                    if move is not None:
+                        p += move
             grads = self.gradient(differentiate, observe=False)
         if isinstance(self.optimizer, BulkSGD):
             self.optimizer.prepare(self.x, self.y)
@@ -198,6 +198,13 @@ class Setting:
         self.trained.restore(streams=False)
         for p, value in zip(self.params, theta):
             p.copy_(value)
+
+
+def _ascent(sam: SAM, start: Sequence[Tensor], grads: Grads) -> list[Tensor | None]:
+    """ε = ρ T² g / ‖T g‖, T = |θ| if adaptive, else 1."""
+    scales = [t.abs() if sam.adaptive else torch.ones_like(t) for t in start]
+    norm = torch.cat([(t * g).flatten() for t, g in zip(scales, grads) if g is not None]).norm()
+    return [None if g is None else sam.rho * t * t * g / norm for t, g in zip(scales, grads)]
 
 
 def twice(total: Tensor, leaves: Sequence[Tensor]) -> Grads:
@@ -217,25 +224,36 @@ Build = Callable[[], Setting]
 """The same step on a new network every time, with the random streams as they were before it."""
 
 
-def taken(build: Build) -> tuple[list[Tensor], Grads, State]:
-    """θ', ∇M(θ') as backward gives it, and the network's state after the step."""
+@dataclass
+class Taken:
+    """θ', ∇M(θ') as backward gives it, the network's state after the step, and SAM's ε."""
+
+    theta: list[Tensor]
+    cotangents: Grads
+    after: State
+    ascent: list[Tensor | None] | None
+
+
+def taken(build: Build) -> Taken:
     setting = build()
     theta = setting.moved(once)
     setting.put(theta)
     after = State(setting.net)
     torch.manual_seed(int(torch.randint(2**62, ())))  # the meta pass has a random stream of its own
-    return theta, once(setting.outer(setting.call(setting.x_meta)[0], setting.y_meta), setting.params), after
+    value = setting.outer(setting.call(setting.x_meta)[0], setting.y_meta)
+    return Taken(theta, once(value, setting.params), after, setting.ascent)
 
 
-def along(theta: Sequence[Tensor], cotangents: Grads, origin: Sequence[Tensor]) -> Tensor:
-    return torch.stack([((a - b) * u).sum() for a, u, b in zip(theta, cotangents, origin) if u is not None]).sum()
+def along(theta: Sequence[Tensor], step: Taken) -> Tensor:
+    """⟨θ − θ', ∇M⟩."""
+    pairs = zip(theta, step.theta, step.cotangents)
+    return torch.stack([((a - b) * u).sum() for a, b, u in pairs if u is not None]).sum()
 
 
 def double_backward(build: Build) -> Tensor:
     """dM/dφ = ∂/∂φ ⟨U(g(φ)), ∇M(θ')⟩, flat, through the graph of g. The training pass needs second derivatives."""
-    theta, cotangents, _ = taken(build)
-    setting = build()
-    slopes = torch.autograd.grad(along(setting.moved(twice), cotangents, theta), setting.phi, allow_unused=True)
+    step, setting = taken(build), build()
+    slopes = torch.autograd.grad(along(setting.moved(twice), step), setting.phi, allow_unused=True)
     return torch.cat([(torch.zeros_like(p) if s is None else s).flatten() for p, s in zip(setting.phi, slopes)])
 
 
@@ -245,12 +263,13 @@ def differences(build: Build, h: float = 2e-4) -> Tensor:
     ∇M is that of backward, so it means what it means in training where a forward and its backward disagree
     (straight-through functions, statistics held constant).
     """
-    theta, cotangents, _ = taken(build)
+    step = taken(build)
 
-    def value(which: int, entry: int, step: float) -> float:
+    def value(which: int, entry: int, move: float) -> float:
         setting = build()
-        setting.phi[which].detach().view(-1)[entry] += step
-        return float(along(setting.moved(once), cotangents, theta))
+        setting.phi[which].detach().view(-1)[entry] += move
+        setting.ascent = step.ascent
+        return float(along(setting.moved(once), step))
 
     slopes = []
     for which, p in enumerate(build().phi):

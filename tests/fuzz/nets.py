@@ -456,7 +456,10 @@ MEANT_OTHERWISE = {
 }  # fmt: skip
 """The backward pass is told something else than the values say: no quotient of values can be right."""
 
-NO_FORWARD_MODE = {"function", "gru", "gradient_of_energy", "distances", "orthogonal", "checkpointed"}
+NO_FORWARD_MODE = {"checkpointed", "distances", "function", "gradient_of_energy", "gru", "orthogonal"} | {
+    "weight_norm",
+    "old_weight_norm",
+}
 
 PLAIN = sorted(BLOCKS.keys() - NO_SECOND_DERIVATIVE - HIDDEN_STATE - MEANT_OTHERWISE - NO_FORWARD_MODE)
 """Blocks that no engine has a reason to refuse."""

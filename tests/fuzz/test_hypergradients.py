@@ -10,10 +10,11 @@ import re
 import pytest
 import torch
 from fuzz.attack import attack
-from fuzz.nets import HIDDEN_STATE, NO_SECOND_DERIVATIVE, PLAIN
+from fuzz.nets import BLOCKS, HIDDEN_STATE, NO_SECOND_DERIVATIVE, PLAIN
 from fuzz.steps import Step
 from reference.whole_step import State, differences, double_backward, entries, same_entries, taken
 from torch import Tensor
+from torch.optim import SGD
 
 from metacal.errors import InputError
 
@@ -81,6 +82,19 @@ def test_hypergradients(engine: str) -> None:
         return hypergradient(step, engine, *reference(step))
 
     attack("test_hypergradients", check, 500)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_block_alone(engine: str) -> None:
+    def check(seed: int) -> str:
+        step = Step(seed)
+        step.names = [sorted(BLOCKS)[seed % len(BLOCKS)]]
+        step.optimizer, step.make_optimizer = "SGD", lambda net: SGD(net.parameters(), lr=0.3, momentum=0.9)
+        step.writes_input = step.parallel = step.evaluation = False
+        step.settle = 0
+        return hypergradient(step, engine, *reference(step))
+
+    attack("test_hypergradients", check, len(BLOCKS))
 
 
 def test_steps() -> None:

@@ -283,7 +283,12 @@ def differences(build: Build, h: float = 2e-4) -> Tensor:
 
 
 def _plain(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    """Tensors that are plain attributes, but for the weights that torch's older norms derive from parameters."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not {f"{name}_g", f"{name}_orig"} & module._parameters.keys()
+    }
 
 
 class State:

@@ -43,8 +43,9 @@ def attack(name: str, check: Callable[[int], str], count: int) -> None:
 
 def _told(error: Exception) -> str:
     """What was raised, in one line, and where if it was not by a check of the attack itself."""
-    text = " ".join(str(error).split())[:400]
-    if isinstance(error, AssertionError):
+    # pytest adds lines of its own to a failed assertion
+    text = (str(error).splitlines() or [""])[0][:500]
+    if isinstance(error, AssertionError) and text:
         return text
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/metacal/" in f.filename]
     place = f" at {frames[-1].filename.rpartition('/metacal/')[2]}:{frames[-1].lineno}" if frames else ""

@@ -22,6 +22,7 @@ operation on them does no harm; an input that was overwritten sends its layer do
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -322,7 +323,8 @@ def _other_gram(captured: Captured, w: Tensor) -> Tensor:
     size = sum(p.numel() for p in chosen.values())
     step = max(1, min(64, BLOCK // (c * size)))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # functions that vmap takes one by one
             return torch.cat(
                 [_gram(torch.func.vmap(rows)(problem.x[i : i + step], w[i : i + step])) for i in range(0, n, step)]
             )

@@ -22,8 +22,12 @@ With K − 1 probes and more the signs at the logits give way to the K − 1 col
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
+from metacal.autodiff.graph import require_second_derivative
 from metacal.curvature.problem import LOSSES
 from metacal.curvature.sampling import Probe
 from metacal.curvature.traces import penalty_trace
@@ -56,9 +60,9 @@ def hessian_trace(
         batch: use the first so many samples only; None: all.
         logits: of the plain forward of x, with their graph, if there are any: a perceptron then needs no other pass.
 
-    Raises `InputError` for bad arguments, and for a network none of whose routes works.
+    Raises `InputError` for bad arguments, for a network none of whose routes works, and where the value is not finite.
     """
-    return trace_and_route("hessian", model, x, y, probes, seed, loss, batch=batch, step=step, logits=logits)[0]
+    return _finite("hessian", model, x, y, probes, seed, loss, batch=batch, step=step, logits=logits)
 
 
 def gn_trace(
@@ -74,7 +78,16 @@ def gn_trace(
     logits: Tensor | None = None,
 ) -> Tensor:
     """An unbiased estimate of Tr G, as `hessian_trace`. θ moves J and the probabilities in S. y is not used."""
-    return trace_and_route("gn", model, x, y, probes, seed, loss, batch=batch, step=step, logits=logits)[0]
+    return _finite("gn", model, x, y, probes, seed, loss, batch=batch, step=step, logits=logits)
+
+
+def _finite(which: str, *args: Any, **keys: Any) -> Tensor:
+    value, _ = trace_and_route(which, *args, **keys)
+    require(
+        bool(torch.isfinite(value)),
+        f"{which}_trace is {value.item()} for this batch: the inputs, the logits or their derivatives are not finite",
+    )
+    return value
 
 
 def check_trace(probes: int, seed: int, loss: str, batch: int | None, step: int = 0) -> None:
@@ -114,6 +127,8 @@ def trace_and_route(
     probe = Probe(which == "hessian", probes, (seed, step), loss, offset)
     rows = slice(0, min(batch or len(x), len(x)))
     value, route, z = penalty_trace(probe, model, x, y, rows, logits)
+    if route != "closed form":
+        require_second_derivative(f"{which}_trace", value)
     if not value.requires_grad:  # a trace that does not depend on θ, as of a linear model's MSE
         value = value + 0 * z.sum()
     return value, route

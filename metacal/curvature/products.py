@@ -24,8 +24,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +47,11 @@ from metacal.errors import InputError, require
 __all__ = ["Curvature", "ggn_product", "hessian_product"]
 
 ROUTES = ("tape", "reverse")
-Result = TypeVar("Result")
 
 
 @dataclass
 class _Recorded:
-    """One chunk's pass: logits with their graph, and the tape; or, by reverse passes, u(z) and g = Jᵀu."""
+    """One chunk's logits with their graph, and the tape; or, by reverse passes, u(z) and g = Jᵀu."""
 
     z: Tensor
     tape: Tape | None
@@ -69,8 +67,8 @@ class Curvature:
     rebuilds them, and the result is the same up to rounding.
 
     Arguments: `model` maps x to logits (N, K), in whatever mode it is; labels `y` (N,); `loss` "cross_entropy" or
-    "mse"; `route` "auto", "tape" or "reverse"; `randomness` "refuse" or "freeze" (see `Problem.of`).
-    Vectors are lists of tensors, shaped and ordered like the trainable entries of `model.parameters()`.
+    "mse"; `route` "auto" or one of `ROUTES`; `randomness` "refuse" or "freeze" (see `Problem.of`). Vectors are lists of
+    tensors, shaped and ordered like the trainable entries of `model.parameters()`.
 
     Attributes: `params`, `size` (their number of entries), `logits` (N, K) detached, `loss_value`; `gn_route`,
     `hessian_route` and `quadratic_route` after the first product of each kind.
@@ -117,9 +115,7 @@ class Curvature:
     def __enter__(self) -> Curvature:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def release(self) -> None:
@@ -200,7 +196,7 @@ class Curvature:
             recorded.g = recorded_gradient(recorded.z, self.params, recorded.u)
         return recorded
 
-    def _by_either(self, what: str, product: Callable[[str], Result], known: str | None = None) -> tuple[Result, str]:
+    def _by_either(self, what: str, product: Callable[[str], Any], known: str | None = None) -> tuple[Any, str]:
         """What `product` returns for its known route, or else for the first one that works, and that route."""
         failures = []
         for route in self._routes if known is None else [known]:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metacal.curvature.lanczos import lanczos
 from metacal.curvature.layers import capture, examples_depend, per_example_gram
 from metacal.curvature.problem import check_vector
 from metacal.curvature.products import Curvature
 from metacal.curvature.sampling import Estimate
-from metacal.curvature.spectrum import Eigen, check_search, flatten, gn_sharpness, lanczos, start_vector, unflatten
+from metacal.curvature.spectrum import Eigen, check_search, flatten, gn_sharpness, start_vector, unflatten
 from metacal.errors import InputError, require
 
 __all__ = [

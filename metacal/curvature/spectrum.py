@@ -1,17 +1,4 @@
-"""The ends of the spectrum of G and H: Lanczos with full re-orthogonalisation, stopped by a bound it can vouch for.
-
-After j products the basis V (orthonormal) and T = Vᵀ A V give Ritz pairs (θ, V s) with residual norm
-r = ‖A V s - θ V s‖. Some eigenvalue lies within r of θ, and within r²/gap of it once the other eigenvalues keep
-the distance gap (Kato-Temple; Parlett, The Symmetric Eigenvalue Problem, ch. 11). The run stops when
-
-    min(r, r²/gap) ≤ tol · abs(θ)
-
-for every wanted pair and the last product moved θ by less than tol/2. The gap is read off the Ritz values; since a
-neighbour's Ritz value still moves towards the wanted one, only half the apparent gap, less the neighbour's own
-residual, is trusted. What no bound from inside the basis can know is an eigenvector that the basis has hardly met;
-a share of random direction in every start, and the demand that θ has stopped moving, are there for it. Measured on
-670 small networks with crowded spectra at tol 1e-2: by the bound alone 8 % stopped at a lower eigenvalue, with both
-less than 1 %.
+"""The ends of the spectrum of G and H, by the eigensolver of `lanczos`.
 
 The default start leans on the gradient, which leans to the large eigenvalues. Where the examples are kept in blocks
 (`layers.cache_block`) a short run on a quarter of them comes first, from that start or from a warm one, and its
@@ -22,22 +9,22 @@ rule are those of the whole batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from metacal.curvature.lanczos import lanczos
 from metacal.curvature.problem import check_vector
 from metacal.curvature.products import Curvature
 from metacal.errors import InputError, require
 
-__all__ = ["Eigen", "extreme_eigenpairs", "gn_sharpness", "hessian_sharpness", "lanczos", "top_eigenpairs"]
+__all__ = ["Eigen", "extreme_eigenpairs", "gn_sharpness", "hessian_sharpness", "top_eigenpairs"]
 
 NOISE, WARM_NOISE = 1.0, 0.1  # length of the random direction in a start vector, beside 1 of the gradient or `start`
 QUARTER_PRODUCTS = 4  # at most, with a quarter of the examples, towards the start vector
-MAX_BASIS = 40  # vectors kept before the basis is compressed to its best Ritz vectors
 
 
 @dataclass(frozen=True)
@@ -70,152 +57,6 @@ def flatten(v: Sequence[Tensor]) -> Tensor:
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of `flat` with the shapes of `like`."""
     return [part.view(p.shape) for part, p in zip(flat.split([p.numel() for p in like]), like)]
-
-
-@dataclass(frozen=True)
-class Ritz:
-    """What `lanczos` found for one pair; `vector` is flat."""
-
-    value: float
-    vector: Tensor
-    residual: float
-    bound: float
-    converged: bool
-
-
-def _bounds(theta: Tensor, r: Tensor) -> Tensor:
-    """min(r, r²/gap) of each Ritz value (ascending); gap = half the distance to a neighbour less its residual."""
-    out = r.clone()
-    for i in range(len(theta)):
-        others = torch.cat([theta[:i], theta[i + 1 :]])
-        if len(others) == 0:
-            continue
-        reach = torch.cat([r[:i], r[i + 1 :]])
-        gap = float(((others - theta[i]).abs() / 2 - reach).min())
-        if gap > 0:
-            out[i] = min(float(r[i]), float(r[i]) ** 2 / gap)
-    return out
-
-
-def _wanted(theta: Tensor, which: str, k: int) -> list[int]:
-    """Positions of the wanted Ritz values among the ascending `theta`, the best first."""
-    m = len(theta)
-    k = min(k, m)
-    if which == "largest":
-        return list(range(m - 1, m - 1 - k, -1))
-    if which == "smallest":
-        return list(range(k))
-    if which == "both":
-        return [m - 1, 0] if m > 1 else [0]
-    return theta.abs().argsort(descending=True)[:k].tolist()
-
-
-def lanczos(
-    matvec: Callable[[Tensor], Tensor],
-    start: Tensor,
-    *,
-    k: int = 1,
-    which: str = "largest",
-    tol: float = 1e-2,
-    max_products: int = 100,
-    generator: torch.Generator | None = None,
-) -> tuple[list[Ritz], int]:
-    """Eigenpairs at the end(s) of a symmetric matrix given by its products with flat vectors (P,).
-
-    `which`: "largest" or "smallest" (algebraic), "magnitude", or "both" (the largest and the smallest, k ignored).
-    Returns the pairs, the wanted first, and the number of products. The basis is compressed to its best
-    Ritz vectors when it holds `MAX_BASIS` vectors (thick restart), so memory stays bounded.
-
-    Raises `InputError` if `matvec` returns non-finite numbers, or products that belong to no symmetric matrix.
-    """
-    size, dtype = start.numel(), start.dtype
-    eps = torch.finfo(dtype).eps
-    wanted_count = 2 if which == "both" else k
-    keep = min(max(2 * wanted_count, 8), size)
-    room = min(max(MAX_BASIS, 2 * keep + 4), size + 1)
-    basis = torch.empty((min(8, room), size), dtype=dtype, device=start.device)
-    basis[0] = start / start.norm()
-    t = torch.zeros(room + 1, room + 1, dtype=torch.float64)
-    m, products, since_random = 1, 0, 0
-    before: list[float] = []
-    while True:
-        w = matvec(basis[m - 1])
-        products += 1
-        require(bool(torch.isfinite(w).all()), f"product {products} holds non-finite numbers")
-        norm = float(w.norm())
-        v = basis[:m]
-        h = v @ w
-        w = w - h @ v
-        again = v @ w  # classical Gram-Schmidt twice is enough
-        w = w - again @ v
-        h = (h + again).double().cpu()
-        if m > 1:
-            # the projected matrix of a symmetric one is symmetric: a check of the products for free
-            skew = float((h[: m - 1] - t[: m - 1, m - 1]).abs().max())
-            require(
-                skew <= math.sqrt(eps) * 50 * max(norm, float(t[:m, :m].abs().max())),
-                f"products are not those of a symmetric matrix (asymmetry {skew:.2e} against a norm {norm:.2e})",
-            )
-        t[:m, m - 1] = h
-        t[m - 1, :m] = h
-        beta = float(w.norm())
-        theta, s = torch.linalg.eigh(t[:m, :m])
-        scale = float(theta.abs().max())
-        floor = 4 * eps * max(scale, norm)
-        invariant = beta <= floor
-        r = beta * s[m - 1].abs()
-        bound = _bounds(theta, r)
-        order = _wanted(theta, which, k)
-        done = bound[order] <= tol * theta[order].abs() + floor
-        now = theta[order].tolist()
-        still = len(now) == len(before) and all(abs(a - b) <= tol / 2 * abs(a) + floor for a, b in zip(now, before))
-        before = now
-        since_random += 1
-        settled = bool(done.all()) and (still or invariant)
-        if invariant and wanted_count > 1 and since_random != 1:
-            settled = False  # copies of a repeated eigenvalue hide outside an invariant subspace
-        if settled and which == "magnitude":
-            # the other end may still grow past the last wanted one
-            last = float(theta[order[-1]].abs())
-            rest = [i for i in range(m) if i not in order]
-            settled = all(float(theta[i].abs() + bound[i]) <= last * (1 + tol) for i in rest if r[i] > 0)
-        exhausted = products >= max_products or m >= size
-        enough = len(order) >= min(wanted_count, size)
-        if (settled and enough) or exhausted:
-            vectors = s[:, order].T.to(dtype=dtype, device=start.device) @ basis[:m]
-            pairs = [
-                Ritz(float(theta[i]), a / a.norm(), float(r[i]), float(bound[i]), bool(ok) and settled)
-                for i, a, ok in zip(order, vectors, done)
-            ]
-            return pairs, products
-        if m >= room - 1:
-            best = _wanted(theta, which if which != "both" else "magnitude", keep)
-            if which == "both":
-                best = sorted({*range(keep // 2), *range(m - keep // 2, m)})
-            basis[: len(best)] = s[:, best].T.to(dtype=dtype, device=start.device) @ basis[:m]
-            t.zero_()
-            t[range(len(best)), range(len(best))] = theta[best]
-            coupling = beta * s[m - 1, best]
-            m = len(best)
-        else:
-            coupling = torch.zeros(m, dtype=torch.float64)
-            coupling[m - 1] = beta
-        if invariant:
-            # the basis spans an invariant subspace: go on from a direction outside it
-            w = torch.randn(size, dtype=dtype, device="cpu", generator=generator).to(start.device)
-            for _ in range(2):
-                w = w - (basis[:m] @ w) @ basis[:m]
-            beta = float(w.norm())
-            coupling.zero_()
-            since_random = 0
-        if m == len(basis):
-            grown = torch.empty((min(2 * m, room), size), dtype=dtype, device=start.device)
-            grown[:m] = basis
-            basis = grown
-        basis[m] = w / beta
-        t[:m, m] = coupling
-        t[m, :m] = coupling
-        m += 1
 
 
 # -- on networks ---------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from metacal.curvature.forms import (
 from metacal.curvature.layers import cache_block, capture, column_norms, examples_depend
 from metacal.curvature.problem import Problem, factor_columns, logit_factor, logit_gradient
 from metacal.curvature.products import Curvature
-from metacal.curvature.sampling import Draw, Estimate, Probe, sampled, signs_at
+from metacal.curvature.sampling import Estimate, Probe, sampled, signs_at
 from metacal.curvature.structure import curved_activations
 from metacal.errors import require
 
@@ -228,28 +228,17 @@ def hessian_trace(
     """
     _check_probes(probes)
     problem = Problem.of(model, x, y, loss, randomness, seed)
+    block = chunk_size
     with problem.math():
         depend = examples_depend(problem)
-        draw: Draw | None = None
         if depend is None:
-            block = cache_block(problem) if chunk_size is None else chunk_size
-            look = capture(problem.part(slice(0, 1)))
-            chain, sites = chain_from(look.z, problem.params), curved_activations(look)
-            name = look.method
-            del look
-            if chain is not None:
-                draw, method = _chain_draw, "closed form"
-                if chain.depth > 2 and not exact:
-                    method = "closed form, residual sampled"
-            elif sites is not None:
-                draw = _activation_draw
-                method = f"activation space, {name}" if sites else f"Tr H = Tr G, output space, {name}"
-            if exact and (chain is not None or sites == []):
-                form = _chain_exact if chain is not None else _gn_exact
-                values = torch.cat([form(p) for p in _blocks(problem, chunk_size, chain)])
+            form, method, widths = _form_of(problem, exact)
+            if exact and form is not None:
+                values = torch.cat([form(p) for p in _blocks(problem, chunk_size, widths)])
                 return Estimate(float(values.double().mean()), 0.0, method + ", exact", _classes(problem))
-            if draw is not None and not exact:
-                value, stderr = sampled(problem, block, probes, seed, draw)
+            block = cache_block(problem) if chunk_size is None else chunk_size
+            if form is not None:
+                value, stderr = sampled(problem, block, probes, seed, form)
                 return Estimate(value, stderr, method, probes)
     with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness, seed=seed) as c:
         if exact:
@@ -269,13 +258,27 @@ def hessian_trace(
     return Estimate(value + residual, math.hypot(stderr, noise), method, max(2, probes))
 
 
-def _blocks(problem: Problem, chunk_size: int | None, chain: Chain | None) -> list[Problem]:
+def _form_of(problem: Problem, exact: bool) -> tuple[Callable[..., Tensor] | None, str, Sequence[int] | None]:
+    """A draw of Tr H_n, or with `exact` its value, in a form that this network allows; its name; a chain's widths."""
+    look = capture(problem.part(slice(0, 1)))
+    chain, sites = chain_from(look.z, problem.params), curved_activations(look)
+    if chain is not None:
+        sampled_too = chain.depth > 2 and not exact
+        method = "closed form, residual sampled" if sampled_too else "closed form"
+        return _chain_exact if exact else _chain_draw, method, [s.shape[1] for s in chain.slope]
+    if sites == []:
+        return _gn_exact if exact else _activation_draw, f"Tr H = Tr G, output space, {look.method}", None
+    if sites is None or exact:
+        return None, "", None
+    return _activation_draw, f"activation space, {look.method}", None
+
+
+def _blocks(problem: Problem, chunk_size: int | None, widths: Sequence[int] | None) -> list[Problem]:
     """Chunks; with three or more hidden layers small enough for a width × width matrix an example."""
-    if chain is None:
+    if widths is None:
         return _exact_parts(problem, chunk_size)
-    if chain.depth > 2:
-        widest = max(s.shape[1] for s in chain.slope)
-        chunk_size = min(chunk_size or len(problem), max(1, (1 << 24) // widest**2))
+    if len(widths) > 2:
+        chunk_size = min(chunk_size or len(problem), max(1, (1 << 24) // max(widths) ** 2))
         if problem.randomness == "freeze":
             return [problem]
     return problem.parts(chunk_size)

@@ -16,7 +16,7 @@ from metacal.curvature import (
     hessian_sharpness,
     top_eigenpairs,
 )
-from metacal.curvature.spectrum import MAX_BASIS, lanczos
+from metacal.curvature.lanczos import MAX_BASIS, lanczos
 from metacal.errors import InputError
 
 

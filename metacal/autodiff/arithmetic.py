@@ -35,6 +35,7 @@ __all__ = [
     "embedding_bag",
     "expanded",
     "gated",
+    "index_copied",
     "leaky_relu",
     "lerp",
     "masked",
@@ -45,6 +46,7 @@ __all__ = [
     "quotient",
     "recurrent",
     "relu",
+    "scattered",
     "weighted_sum",
     "where",
     "zero_padded",
@@ -237,15 +239,33 @@ def constant(args: Any, kwargs: Any, out: Any) -> Push:
     return lambda run: ZERO
 
 
+def scattered(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """A place that is written twice counts twice, as in autograd's backward pass."""
+    return input.scatter(dim, index, 0.0).scatter_add(dim, index, src)
+
+
+def index_copied(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    return input.index_fill(dim, index, 0.0).index_add(dim, index, source)
+
+
 def assigned(args: Any, kwargs: Any, out: Operand) -> Push:
     """x[places] = value; the result is x."""
+    places = args[1] if isinstance(args[1], tuple) else (args[1],)
+    repeated = any(isinstance(p, list) or (isinstance(p, Operand) and p.tensor.dtype is not torch.bool) for p in places)
+    return jointly_linear(_put_all if repeated else _put, "x places value", "x value")(args, kwargs, out)
 
-    def put(x: Tensor, places: Any, value: Any) -> Tensor:
-        x = x.clone()
-        x[places] = value
-        return x
 
-    return jointly_linear(put, "x places value", "x value")(args, kwargs, out)
+def _put(x: Tensor, places: Any, value: Any) -> Tensor:
+    x = x.clone()
+    x[places] = value
+    return x
+
+
+def _put_all(x: Tensor, places: Any, value: Any) -> Tensor:
+    """A place that is written twice counts twice, as in autograd's backward pass."""
+    at = torch.arange(x.numel(), device=x.device).view(x.shape)[places]
+    entries = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(at.shape).reshape(-1)
+    return x.reshape(-1).index_fill(0, at.reshape(-1), 0.0).index_add(0, at.reshape(-1), entries).view(x.shape)
 
 
 def masked(args: Any, kwargs: Any, out: Any) -> Push:
@@ -261,9 +281,11 @@ def zero_padded(input: Tensor, pad: Any, mode: str = "constant", value: float | 
 
 
 def recurrent(func: Callable[..., Any]) -> Rule:
+    """Recurrent layers and cells, on a CPU: their fused kernels elsewhere have no second derivative."""
+
     def rule(args: Any, kwargs: Any, out: Any) -> Push:
-        dropout, training = [a for a in args if isinstance(a, (bool, float))][1:3]
-        if (dropout and training) or args[0].tensor.is_cuda:
+        switches = [a for a in args if isinstance(a, (bool, float))]  # whether biased, dropout, whether training, …
+        if args[0].tensor.is_cuda or (switches and switches[1] and switches[2]):
             raise NotImplementedError("no rule for dropout between its layers, or on this device")
 
         def plain(*args: Any) -> Any:

@@ -66,7 +66,8 @@ BY_REVERSE_PASSES = """
     prod cumprod logcumsumexp logaddexp atan2 hypot xlogy tan asin acos atan sinh cosh asinh acosh atanh erfc exp2 log2
     log10 logit matrix_exp inverse det logdet slogdet cholesky linalg.inv linalg.solve linalg.det linalg.slogdet
     linalg.cholesky linalg.householder_product linalg.matrix_exp linalg.solve_triangular linalg.multi_dot
-    linalg.qr cosine_similarity pairwise_distance bilinear
+    linalg.qr cosine_similarity pairwise_distance bilinear copysign corrcoef cov cross diff digamma dist erfinv
+    float_power fmax fmin fmod frac lgamma logaddexp2 nan_to_num nanmean nansum quantile nanquantile remainder sinc
 """
 
 
@@ -75,8 +76,8 @@ def _linear_functions() -> dict[Any, Rule]:
     joint = {
         "cat concat concatenate stack": ("tensors dim", "tensors"),
         "hstack vstack dstack column_stack": ("tensors", "tensors"),
-        "scatter scatter_add": ("input dim index src", "input src"),
-        "index_add index_copy": ("input dim index source", "input source"),
+        "scatter_add": ("input dim index src", "input src"),
+        "index_add": ("input dim index source", "input source"),
         "masked_scatter": ("input mask source", "input source"),
         "select_scatter": ("input src dim index", "input src"),
         "slice_scatter": ("input src dim start end step", "input src"),
@@ -95,6 +96,10 @@ def _linear_functions() -> dict[Any, Rule]:
             for name in names.split()
             for f in _forms(name)
         },
+        **dict.fromkeys(_forms("scatter"), jointly_linear(arithmetic.scattered, "input dim index src", "input src")),
+        **dict.fromkeys(
+            _forms("index_copy"), jointly_linear(arithmetic.index_copied, "input dim index source", "input source")
+        ),
         torch.where: arithmetic.where(torch),
         Tensor.where: arithmetic.where(Tensor),
         Tensor.__setitem__: arithmetic.assigned,
@@ -176,7 +181,10 @@ def _reductions() -> dict[Any, Rule]:
 
 RULES: dict[Any, Rule] = {
     **{f: by_reverse_passes(f) for f in _forms(BY_REVERSE_PASSES, APART)},
-    **{f: arithmetic.recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    **{
+        getattr(torch, name): arithmetic.recurrent(getattr(torch, name))
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+    },
     **{f: elementwise(slopes, True) for name, slopes in BY_RESULT.items() for f in _forms(name)},
     **{f: elementwise(slopes, False) for name, slopes in BY_INPUT.items() for f in _forms(name)},
     **dict.fromkeys(_forms("relu"), arithmetic.relu),

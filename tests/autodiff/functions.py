@@ -83,6 +83,13 @@ def _assigned(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return out * h
 
 
+def _assigned_twice(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    out = a * c
+    out[[0, 0]] = b[:2] * c
+    out[:, INDEX[0]] = c * a
+    return out * a
+
+
 def _statistics_as_constants(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     h = a * c
     with torch.no_grad():
@@ -144,7 +151,11 @@ MORE: dict[str, Function] = {
     "scattered": lambda a, b, c: torch.zeros(3, 4).to(a).scatter_add_(1, INDEX, a * c) * c,
     "scattered over constants": lambda a, b, c: torch.ones(3, 4).to(a).scatter(1, torch.arange(4)[None], (a * c)[:1]),
     "index add": lambda a, b, c: (a * c).index_add(0, torch.tensor([0, 0]), a[:2]),
+    "scattered twice to a place": lambda a, b, c: (
+        a.scatter(1, INDEX, b[:3] * c) + (a * c).index_copy(1, INDEX[0], b[:3])
+    ),
     "assigned": _assigned,
+    "assigned twice": _assigned_twice,
     "sums of products": lambda a, b, c: torch.einsum("ij,jk,k->ik", a, b, c) + torch.einsum("ij->ji", a * c).T,
     "plus a product": lambda a, b, c: torch.addmm(c, a, b, beta=2, alpha=0.5) + torch.addcmul(a, a, c, value=0.3),
     "plus a quotient": lambda a, b, c: torch.addcdiv(a, c, c * c + 1, value=0.5) + torch.addmv(c, b, c),

@@ -259,6 +259,18 @@ def _prototypes(net: Any, x: Tensor) -> Tensor:
     return -distance.sqrt() * net.scale.exp() + F.cosine_similarity(h[:, None], net.centres, dim=-1)
 
 
+def _translated(net: Any, x: Tensor) -> Tensor:
+    h, mask = net.embed(x), torch.ones(5, 5).triu(1).bool()
+    return net.head(net.decoder(h, net.encoder(h), tgt_mask=mask, memory_key_padding_mask=x[..., 0] > 2)[:, -1])
+
+
+def _unrolled(net: Any, x: Tensor) -> Tensor:
+    h = cell = x.new_zeros(len(x), 4)
+    for t in range(x.shape[1]):
+        h, cell = net.cell(x[:, t], (h, cell))
+    return net.head(h)
+
+
 def _recurrent(kind: type[nn.Module]) -> nn.Module:
     return Then(
         lambda net, x: net.head(net.cell(x)[0][:, -1]), cell=kind(3, 4, 2, batch_first=True), head=nn.Linear(4, K)
@@ -284,6 +296,16 @@ TRAINING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (Attention, TOKENS),
     "encoder": (lambda: _tokens_net(_encoder(dropout=0.0)), TOKENS),
     "encoder with dropout": (lambda: _tokens_net(_encoder(dropout=0.2, norm_first=True, activation="gelu")), TOKENS),
+    "encoder and decoder": (
+        lambda: Then(
+            _translated,
+            embed=nn.Linear(3, 8),
+            encoder=_encoder(),
+            decoder=nn.TransformerDecoderLayer(8, 2, 12, batch_first=True),
+            head=nn.Linear(8, K),
+        ),
+        TOKENS,
+    ),
     "normalised attention": (
         lambda: Then(
             _rotations, qkv=nn.Linear(3, 12), temperature=nn.Parameter(torch.tensor(0.5)), head=nn.Linear(20, K)
@@ -364,6 +386,7 @@ TRAINING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         VECTOR,
     ),
     "lstm": (lambda: _recurrent(nn.LSTM), TOKENS),
+    "cells": (lambda: Then(_unrolled, cell=nn.LSTMCell(3, 4), head=nn.Linear(4, K)), TOKENS),
     "gru": (lambda: _recurrent(nn.GRU), TOKENS),
     "shared weights": (Tied, VECTOR),
 }

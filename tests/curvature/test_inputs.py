@@ -77,6 +77,15 @@ def test_wrong_outputs_and_labels(measure: Callable[..., Any]) -> None:
         measure(lambda x: x, x, y) if measure in ALL[2:] else ggn_product(lambda x: x, x, y, [])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("measure", ALL)
+def test_inputs_and_parameters_that_are_no_real_numbers(measure: Callable[..., Any]) -> None:
+    for model, x, y in (build("mlp tanh"), build("cnn groupnorm")):
+        with pytest.raises(InputError, match="logits must be finite, row 0 holds"):
+            measure(model, x * torch.nan, y)
+    with pytest.raises(InputError, match="float32 or all float64, got"):
+        measure(nn.Linear(6, K, dtype=torch.complex128), torch.randn(6, 6, dtype=torch.complex128), y)
+
+
 def test_options() -> None:
     model, x, y = build("mlp tanh")
     v = [torch.ones_like(p) for p in model.parameters()]

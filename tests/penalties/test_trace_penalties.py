@@ -507,3 +507,54 @@ def test_bad_models_and_batches_are_named() -> None:
         hessian_trace(model.requires_grad_(False), x, y)
     with pytest.raises(InputError, match=r"model must be a torch\.nn\.Module"):
         gn_trace(F.relu, x, y)
+
+
+class Once(torch.autograd.Function):
+    """Square without a second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * g
+
+
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 5), nn.Linear(5, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Once.apply(self.first(x)))
+
+
+@pytest.mark.parametrize("f", [hessian_trace, gn_trace])
+def test_what_has_no_trace_is_said_in_a_sentence(f) -> None:
+    x, y = torch.randn(4, 6), torch.randint(K, (4,))
+    with pytest.raises(InputError, match=r"_trace needs .*graph node torch::autograd::Error"):
+        f(Squared(), x, y)
+    for model in (nn.Linear(6, K), nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, K))):
+        with pytest.raises(InputError, match="_trace is nan for this batch"):
+            f(model, x * torch.nan, y)
+    model = nn.Linear(6, K, dtype=torch.complex64)
+    with pytest.raises(InputError, match=r"float32 or all float64, got \['torch.complex64'\]"):
+        f(model, x.to(torch.complex64), y)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_embeddings(sparse: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(5, 4, sparse=sparse), nn.Tanh(), nn.Linear(4, K)).double()
+    ids, y = torch.tensor([[1, 2], [0, 4], [3, 3]]), torch.tensor([0, 1, 2])
+    dense_model = nn.Sequential(nn.EmbeddingBag(5, 4), *model[1:]).double()
+    dense_model.load_state_dict(model.state_dict())
+    for f in (hessian_trace, gn_trace):
+        values = [f(m, ids, y) for m in (model, dense_model)]
+        torch.testing.assert_close(*values)
+        grads = [torch.autograd.grad(v, list(m.parameters())) for v, m in zip(values, (model, dense_model))]
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a.to_dense() if a.is_sparse else a, b)

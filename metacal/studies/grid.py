@@ -231,7 +231,7 @@ def _job(
     """The run of a command; one that its folder already holds must be of the same config."""
     config = composed(words)
     folder = folder_of(config, words, config_file)
-    if (folder.finished or folder.interrupted) and not config.overwrite:
+    if folder.taken and not config.overwrite:
         require_same_config(config, folder)
     return Job(label, words, swept, folder, config, config_file)
 

@@ -101,6 +101,11 @@ class RunFolder:
     def interrupted(self) -> bool:
         return self.last.is_file() and not self.finished
 
+    @property
+    def taken(self) -> bool:
+        """Whether a run ended here, even if its summary is damaged, or can be gone on with."""
+        return self.summary.exists() or self.last.is_file()
+
     def create(self) -> None:
         """Make the folder and prove that it can be written.
 

@@ -108,13 +108,7 @@ def _finished(config: Config, folder: RunFolder, reuse: bool) -> Outcome | None:
     Raises:
         InputError: a finished run that is not to be reused, or a run of another config.
     """
-    if config.overwrite or not (folder.finished or folder.interrupted):
-        # Of a run that ended nothing is wiped unless asked for, even if it cannot be read.
-        require(
-            config.overwrite or not folder.summary.exists(),
-            f"{folder.summary} is damaged, and there is no checkpoint to make it again from; start over with "
-            "overwrite=true",
-        )
+    if config.overwrite or not folder.taken:
         return None
     if folder.finished and not reuse:
         look = shlex.join(["metacal", "evaluate", str(folder.path)])
@@ -123,7 +117,14 @@ def _finished(config: Config, folder: RunFolder, reuse: bool) -> Outcome | None:
             "with overwrite=true, or choose another seed=… or name=…"
         )
     require_same_config(config, folder)
-    return Outcome(folder, folder.read_summary(), status=0, reused=True) if folder.finished else None
+    if folder.finished:
+        return Outcome(folder, folder.read_summary(), status=0, reused=True)
+    require(  # what is left of a run that ended is not wiped
+        folder.interrupted,
+        f"{folder.summary} is damaged, and there is no checkpoint to make it again from; start over with "
+        "overwrite=true",
+    )
+    return None
 
 
 def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: Watch, command: str) -> Outcome:

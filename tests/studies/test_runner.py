@@ -33,8 +33,11 @@ if seed == 13:
     print("metacal: something went wrong")
     sys.exit(1)
 (folder / "ended").write_text(str(time.time()))
-(folder / "summary.json").write_text(json.dumps({"time/train_s": 60.0}))
+summary = {"method": "focal", "seed": seed, "data": {"fingerprint": "0"}, "time/train_s": 60.0}
+(folder / "summary.json").write_text(json.dumps(summary))
 """
+
+SUMMARY = {"method": "focal", "seed": 0, "data": {"fingerprint": "0"}, "time/train_s": 120.0}
 
 
 @pytest.fixture
@@ -79,7 +82,7 @@ def test_no_more_runs_at_a_time_than_asked(n_jobs, tmp_path, stand_ins):
 def test_finished_runs_are_kept_and_a_failure_stops_no_other(tmp_path, stand_ins, capsys):
     jobs = jobs_of(tmp_path, [0, 13, 2])
     jobs[0].folder.path.mkdir(parents=True)
-    jobs[0].folder.summary.write_text('{"time/train_s": 120.0}')
+    jobs[0].folder.write_summary(SUMMARY)
     (jobs[0].folder.config).write_text("")
     states = runner.run_missing(jobs, 1)
     assert [s.state for s in states] == ["done", "failed", "done"]
@@ -99,7 +102,7 @@ def test_finished_runs_are_kept_and_a_failure_stops_no_other(tmp_path, stand_ins
 def test_all_finished_starts_nothing(tmp_path, stand_ins, capsys):
     jobs = jobs_of(tmp_path, [0])
     jobs[0].folder.path.mkdir(parents=True)
-    jobs[0].folder.summary.write_text("{}")
+    jobs[0].folder.write_summary(SUMMARY)
     assert [s.state for s in runner.run_missing(jobs)] == ["done"]
     assert "all finished" in capsys.readouterr().out
 
@@ -107,7 +110,7 @@ def test_all_finished_starts_nothing(tmp_path, stand_ins, capsys):
 def test_overwrite_runs_what_is_finished(tmp_path, stand_ins):
     jobs = jobs_of(tmp_path, [0], "overwrite=true")
     jobs[0].folder.path.mkdir(parents=True)
-    jobs[0].folder.summary.write_text("{}")
+    jobs[0].folder.write_summary(SUMMARY)
     runner.run_missing(jobs)
     assert (jobs[0].folder.path / "began").exists()
 

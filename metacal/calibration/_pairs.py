@@ -108,23 +108,12 @@ def sece_rule(bandwidth: float, self_term: bool, norm: str) -> Rule:
             return c.new_zeros(()), torch.zeros_like(c)
         order = torch.cat([c, bank_c]).argsort(stable=True)
         r, b = torch.cat([c, bank_c])[order], torch.cat([a, bank_a])[order]
-        own = (order < n).nonzero().squeeze(1)  # where the samples stand among the references
-        x = r[own]
-        # Pairs further apart than this have a kernel below eps/M of the row's largest one: too small to show
-        # in the sums. Without the self term the largest is that of the nearest other reference, however far.
-        reach = bandwidth * math.sqrt(2 * math.log(m / torch.finfo(c.dtype).eps))
-        radius = torch.full_like(x, reach)
-        nearest = torch.zeros_like(x)
-        if not self_term:
-            gaps = torch.cat([r.new_full((1,), math.inf), r.diff(), r.new_full((1,), math.inf)])
-            nearest = torch.minimum(gaps[own], gaps[own + 1])
-            radius = (nearest.square() + reach**2).sqrt()
+        places = (order < n).nonzero().squeeze(1)  # where the samples stand among the references
+        x = r[places]
+        radius, nearest = _reach(r, places, bandwidth, self_term)
         rows = 128 if c.device.type == "cpu" else max(128, 2**24 // m)
         starts = range(0, n, rows)
-        low = torch.stack([(x - radius)[i : i + rows].amin() for i in starts])
-        high = torch.stack([(x + radius)[i : i + rows].amax() for i in starts])
-        lows = torch.searchsorted(r, low).tolist()
-        highs = torch.searchsorted(r, high, right=True).tolist()
+        lows, highs = _windows(r, x, radius, rows)
 
         smooth = torch.empty_like(x)  # ã_i
         slope = torch.empty_like(x)  # its derivative in c_i as the centre
@@ -135,7 +124,7 @@ def sece_rule(bandwidth: float, self_term: bool, norm: str) -> Rule:
             log_kernel = u.square().mul_(-0.5)
             if not self_term:
                 log_kernel += (nearest[i : i + rows, None] / bandwidth).square() / 2
-                log_kernel[torch.arange(len(at), device=c.device), own[i : i + rows] - lo] = -math.inf
+                log_kernel[torch.arange(len(at), device=c.device), places[i : i + rows] - lo] = -math.inf
             kernel = log_kernel.exp_()
             mass = kernel.sum(1)
             mean = kernel @ by / mass
@@ -152,10 +141,33 @@ def sece_rule(bandwidth: float, self_term: bool, norm: str) -> Rule:
             value, s = gap.square().mean().sqrt(), gap
             scale = torch.where(value > 0, 1 / (n * value), 0.0)
         gradient = torch.empty_like(c)
-        gradient[order[own]] = scale * (felt[own] + s * (slope - 1))
+        gradient[order[places]] = scale * (felt[places] + s * (slope - 1))
         return value, gradient
 
     return rule
+
+
+def _reach(r: Tensor, places: Tensor, bandwidth: float, self_term: bool) -> tuple[Tensor, Tensor]:
+    """How far the references of every sample lie that show in its sums, and how far the nearest other one; (N,).
+
+    Pairs further apart than that have a kernel below eps/M of the row's largest one. Without the self term the largest
+    is that of the nearest other reference, however far; with it, the distance to that one is not needed and 0.
+    """
+    x = r[places]
+    reach = bandwidth * math.sqrt(2 * math.log(len(r) / torch.finfo(r.dtype).eps))
+    if self_term:
+        return torch.full_like(x, reach), torch.zeros_like(x)
+    gaps = torch.cat([r.new_full((1,), math.inf), r.diff(), r.new_full((1,), math.inf)])
+    nearest = torch.minimum(gaps[places], gaps[places + 1])
+    return (nearest.square() + reach**2).sqrt(), nearest
+
+
+def _windows(r: Tensor, x: Tensor, radius: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """For every block of `rows` samples, the first reference within reach of one of them, and one past the last."""
+    starts = range(0, len(x), rows)
+    low = torch.stack([(x - radius)[i : i + rows].amin() for i in starts])
+    high = torch.stack([(x + radius)[i : i + rows].amax() for i in starts])
+    return torch.searchsorted(r, low).tolist(), torch.searchsorted(r, high, right=True).tolist()
 
 
 def _laplace_sums(c: Tensor, u: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -50,14 +50,14 @@ def smooth_gap(c: Tensor, a: Tensor, bandwidth: float, self_term: bool) -> Tenso
     everyone = torch.arange(n)
     if n <= _EXACT_BELOW or bandwidth < 1e-4:
         return _near_mean(c, a, everyone, bandwidth, self_term) - c
-    mass, hits, own = grid_sums(c, a, bandwidth)
+    mass, hits, selves = grid_sums(c, a, bandwidth)
     if self_term:
         return hits[0] / mass[0] - c
-    rest = mass[0] - own
+    others = mass[0] - selves
     # The difference has lost its digits where next to nothing is left: at most one sample in some 3 h of
     # the interval.
-    lonely = rest < 1e-3
-    gap = (hits[0] - own * a) / rest - c
+    lonely = others < 1e-3
+    gap = (hits[0] - selves * a) / others - c
     if bool(lonely.any()):
         gap[lonely] = _near_mean(c, a, everyone[lonely], bandwidth, self_term) - c[lonely]
     return gap
@@ -86,8 +86,8 @@ def grid_sums(c: Tensor, a: Tensor, bandwidth: float, weights: Tensor | None = N
         return on_grid[:, low] * (1 - fraction) + on_grid[:, low + 1] * fraction
 
     w = torch.ones_like(c)[:, None] if weights is None else weights
-    own = fraction.square() + (1 - fraction).square() + 2 * fraction * (1 - fraction) * kernel[1]
-    return convolved(w), convolved(w * a[:, None]), own
+    selves = fraction.square() + (1 - fraction).square() + 2 * fraction * (1 - fraction) * kernel[1]
+    return convolved(w), convolved(w * a[:, None]), selves
 
 
 def _near_mean(c: Tensor, a: Tensor, rows: Tensor, bandwidth: float, self_term: bool) -> Tensor:

@@ -79,35 +79,34 @@ def compare_runs(
     require_same_samples(groups, split)
     if baseline:
         _pick(groups, baseline)  # before the work
-    scalings = ["none"] if split == "val" else ["none", "temperature"] if scaling == "both" else [scaling]
+    scalings = _scalings(groups, split, scaling)
     options = {name: MEASURES[name].options(n_bins) for name in names}
     loaded, left = _measured_runs(groups, split, scalings, options, resamples, seed, left_out)
     groups = group_runs([run for g in groups for run in g.runs if run in loaded])
     require(len(groups) > 0, "there is no run to compare" + _reasons(left))
-    if split == "test" and scaling == "both" and all(math.isnan(r.temperature) for g in groups for r in g.runs):
-        scalings = ["none"]
-    results = {
-        s: {name: [stack([loaded[run][s][name] for run in g.runs]) for g in groups] for name in names} for s in scalings
-    }
     result = RunComparison(
         groups=groups,
         split=split,
         n_samples=int(next(iter(loaded.values()))["n"]),
         scalings=scalings,
         measures=tuple(names),
-        results=results,
-        **_tests(groups, results, _pick(groups, baseline) if baseline else None, 1 - alpha),
+        **_tests(groups, loaded, scalings, names, _pick(groups, baseline) if baseline else None, 1 - alpha),
         left_out=left,
         n_bins=n_bins,
         resamples=resamples,
         alpha=alpha,
-        moderated=max(Counter(g.seeds for g in groups if len(g.seeds) > 1).values(), default=0) >= MANY,
         sort=sort,
         order={s: range(len(groups)) for s in scalings},
     )
-    if sort is None:
-        return result
-    return replace(result, order={s: _order(result, s, sort) for s in scalings})
+    return result if sort is None else replace(result, order={s: _order(result, s, sort) for s in scalings})
+
+
+def _scalings(groups: Sequence[Group], split: str, scaling: str) -> list[str]:
+    """Those to measure; without temperature where that is not asked for by name and no run has one."""
+    if scaling != "both":
+        return [scaling]
+    no_temperature = all(math.isnan(run.temperature) for g in groups for run in g.runs)
+    return ["none"] if split == "val" or no_temperature else ["none", "temperature"]
 
 
 def _check_arguments(
@@ -129,11 +128,17 @@ def _check_arguments(
 
 def _tests(
     groups: Sequence[Group],
-    results: Mapping[str, Mapping[str, Sequence[Sampled]]],
+    loaded: Mapping[Run, Mapping[str, Any]],
+    scalings: Sequence[str],
+    measures: Sequence[str],
     baseline: int | None,
     level: float,
 ) -> dict[str, Any]:
-    """`best`, `against_best`, `baseline` and `against_baseline` of a `RunComparison`."""
+    """The results of a `RunComparison`, the best of each measure, and the tests against it and the baseline."""
+    results = {
+        s: {name: [stack([loaded[run][s][name] for run in g.runs]) for g in groups] for name in measures}
+        for s in scalings
+    }
 
     def against(reference: Callable[[str, str], int | None]) -> dict[str, dict[str, list[Judged | None]]]:
         return {
@@ -143,10 +148,12 @@ def _tests(
 
     best = {s: {name: _best(sampled, MEASURES[name].best) for name, sampled in of.items()} for s, of in results.items()}
     return {
+        "results": results,
         "best": best,
         "against_best": against(lambda s, name: best[s][name]),
         "baseline": baseline,
         "against_baseline": {} if baseline is None else against(lambda s, name: baseline),
+        "moderated": max(Counter(g.seeds for g in groups if len(g.seeds) > 1).values(), default=0) >= MANY,
     }
 
 

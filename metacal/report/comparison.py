@@ -1,4 +1,4 @@
-"""What a comparison of runs found: its tables, what they mean, and where every number comes from."""
+"""The result of a comparison of runs: its tables, what they mean, and where every number comes from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What `compare_runs` found.
+    """What `compare_runs` returns.
 
     Attributes:
         groups: in the order of the tables' rows without scaling.
@@ -195,11 +195,11 @@ class RunComparison:
         if reference is None:
             return [None] * len(times)
         unit = float(np.mean([t for t in times[reference] if t is not None]))
-        return [summarise([None if t is None else t / unit for t in own]) for own in times]
+        return [summarise([None if t is None else t / unit for t in of_runs]) for of_runs in times]
 
     def _cost_reference(self) -> int | None:
         times = [[run.step_ms for run in g.runs] for g in self.groups]
-        means = {i: float(np.mean([t for t in own if t])) for i, own in enumerate(times) if all(own)}
+        means = {i: float(np.mean([t for t in of_runs if t])) for i, of_runs in enumerate(times) if all(of_runs)}
         if self.baseline in means:
             return self.baseline
         return min(means, key=lambda i: means[i]) if means else None
@@ -330,8 +330,7 @@ class RunComparison:
             "best": self.best[scaling][name] == i,
             "among_best": self.is_among_best(scaling, name, i),
         }
-        found = {"against_best": self.against_best, "against_baseline": self.against_baseline}
-        for key, tests in found.items():
+        for key, tests in (("against_best", self.against_best), ("against_baseline", self.against_baseline)):
             judged = tests[scaling][name][i] if scaling in tests else None
             if judged is not None:
                 entry[key] = {**judged.test._asdict(), "p_adjusted": judged.adjusted}

@@ -129,12 +129,12 @@ def figures_of(result: RunComparison) -> list[tuple[str, str, Figure]]:
             }
             for s in result.scalings
         }
-        first, *rest = result.scalings
+        first, *after = result.scalings
         figures.append(
             (
                 "Accuracy and ECE",
                 f"Mean over seeds ± one standard deviation, {where}. To the right and down is better.{who}",
-                accuracy_ece_plane(values[first], values[rest[0]] if rest else None, shown),
+                accuracy_ece_plane(values[first], values[after[0]] if after else None, shown),
             )
         )
     figures.append(

@@ -183,16 +183,16 @@ def moderated(values: Array) -> Moderated:
     require(bool(np.isfinite(values).all()), "values must be finite")
     residuals = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
     d = s - 1
-    own = (residuals**2).sum(1) / d * g / (g - 1)
-    if own.max() <= 0:
-        return Moderated(own, float(d * (g - 1)), math.inf)
+    variances = (residuals**2).sum(1) / d * g / (g - 1)
+    if variances.max() <= 0:
+        return Moderated(variances, float(d * (g - 1)), math.inf)
     # Methods that seeds do not move have no logarithm: a floor far below the rest stands in.
-    logs = np.log(np.maximum(own, 1e-5 * (np.median(own) or own.max())))
+    logs = np.log(np.maximum(variances, 1e-5 * (np.median(variances) or variances.max())))
     chance, fourth = float(polygamma(1, d / 2)), float(polygamma(3, d / 2))
     error = math.sqrt(2 * chance**2 / (g - 1) + fourth / g)
     prior = 2 * _inverse_trigamma(max(0.0, float(logs.var(ddof=1)) - chance) + error)
     centre = logs.mean() - digamma(d / 2) + math.log(d / 2) + digamma(prior / 2) - math.log(prior / 2)
-    pooled = (prior * math.exp(centre) + d * own) / (prior + d)
+    pooled = (prior * math.exp(centre) + d * variances) / (prior + d)
     return Moderated(pooled, min(prior + d, float(d * (g - 1))), prior)
 
 
@@ -273,8 +273,8 @@ def _mean_covariance(x: Array) -> float:
     """The mean over s ≠ t of the covariance of rows s and t of x (S, R)."""
     s, r = x.shape
     centred = x - x.mean(1, keepdims=True)
-    total, own = float((centred.sum(0) ** 2).sum()), float((centred**2).sum())
-    return (total - own) / (s * (s - 1) * (r - 1))
+    everything, squares = float((centred.sum(0) ** 2).sum()), float((centred**2).sum())
+    return (everything - squares) / (s * (s - 1) * (r - 1))
 
 
 def _test(d: float, parts: Sequence[tuple[float, float]], n_seed_parts: int, level: float) -> Difference:

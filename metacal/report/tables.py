@@ -12,13 +12,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from metacal.calibration import MEASURES
 from metacal.errors import InputError, require
+from metacal.report.cells import Cell, Column, Range, Spread, central, column_of, is_scaled, summarise
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -39,85 +39,6 @@ __all__ = [
 ]
 
 FORMATS = ("text", "markdown", "csv", "latex")
-
-
-class Range(NamedTuple):
-    """A value with its interval, shown as `value [low, high]`."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Spread(NamedTuple):
-    """Mean and standard deviation over runs, shown as `mean ± std`."""
-
-    mean: float
-    std: float
-
-
-Cell = float | int | str | Range | Spread | None
-
-
-@dataclass(frozen=True)
-class Column:
-    """How one column is headed and shown.
-
-    Attributes:
-        name: in CSV, and in the mappings that rows come from.
-        title: in the other formats; "%" is appended when `percent`.
-        digits: behind the decimal point, after the factor of 100 when `percent`.
-        percent: show fractions times 100.
-        best: "min" or "max" marks the best value of the column (of several rows); None marks none.
-    """
-
-    name: str
-    title: str = ""
-    digits: int = 4
-    percent: bool = False
-    best: str | None = None
-
-    @property
-    def header(self) -> str:
-        return (self.title or self.name) + (" %" if self.percent else "")
-
-    def show(self, cell: Cell, times: str = "±") -> str:
-        """The cell as text; a value that is missing or NaN is a dash."""
-        if cell is None:
-            return "–"
-        if isinstance(cell, str):
-            return cell
-        if isinstance(cell, Range):
-            if math.isnan(cell.low) or math.isnan(cell.high):
-                return self._number(cell.value)
-            return f"{self._number(cell.value)} [{self._number(cell.low)}, {self._number(cell.high)}]"
-        if isinstance(cell, Spread):
-            mean = self._number(cell.mean)
-            return mean if math.isnan(cell.std) else f"{mean} {times} {self._number(cell.std)}"
-        return self._number(cell)
-
-    def _number(self, x: float) -> str:
-        if isinstance(x, int):
-            return str(x)
-        if math.isnan(x):
-            return "–"
-        return f"{x * 100 if self.percent else x:.{self.digits}f}"
-
-
-_NO_MEASURES = {"temperature": Column("temperature", "Temperature", 3)}
-
-
-def column_of(name: str) -> Column:
-    """How the measure `name` of `metacal.calibration.MEASURES`, or "temperature", is shown; others by the bare name."""
-    if name not in MEASURES:
-        return _NO_MEASURES.get(name, Column(name))
-    shown = MEASURES[name]
-    return Column(name, shown.title, shown.digits, shown.percent, shown.best)
-
-
-def is_scaled(name: str) -> bool:
-    """Whether one temperature for all classes changes it."""
-    return name in MEASURES and not MEASURES[name].classes_only
 
 
 @dataclass(frozen=True)
@@ -311,7 +232,7 @@ def comparison(
     """
     require(len(runs) > 0, "runs must hold at least one method, got none")
     for name in measures:
-        known = [*MEASURES, *_NO_MEASURES]
+        known = [*MEASURES, "temperature"]
         require(name in known, f"measures must be among {', '.join(known)}, got {name!r}")
     seeds = {m: [results] if isinstance(results, Mapping) else list(results) for m, results in runs.items()}
 
@@ -343,27 +264,9 @@ def comparison(
     return Table(columns, rows, "method", title, notes, best_within=0 if has_scaled else None)
 
 
-def summarise(values: Iterable[float | None]) -> Cell:
-    """One value as it is, several as mean ± (sample) standard deviation, None if any is missing."""
-    known = list(values)
-    if not known or any(v is None for v in known):
-        return None
-    numbers = [float(v) for v in known if v is not None]
-    if len(numbers) == 1:
-        return numbers[0]
-    return Spread(statistics.fmean(numbers), statistics.stdev(numbers))
-
-
 def _look_up(results: Mapping[str, float], name: str, split: str) -> float | None:
     value = results.get(f"{split}/{name}", results.get(name))
     return None if value is None else float(value)
-
-
-def central(cell: Cell) -> float | None:
-    """A cell's value, or its mean; None where it has no number."""
-    if cell is None or isinstance(cell, str):
-        return None
-    return float(cell[0]) if isinstance(cell, tuple) else float(cell)
 
 
 def _parts(cells: Iterable[Cell]) -> list[str]:
@@ -391,8 +294,8 @@ def _fitting(widths: Sequence[int], limit: int, lead: int = 0) -> list[list[int]
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = row
-    return "  ".join([first.ljust(widths[0]), *(text.rjust(w) for text, w in zip(rest, widths[1:]))]).rstrip()
+    first, *others = row
+    return "  ".join([first.ljust(widths[0]), *(text.rjust(w) for text, w in zip(others, widths[1:]))]).rstrip()
 
 
 def _latex_text(text: str) -> str:

@@ -232,8 +232,8 @@ def comparison(
     """
     require(len(runs) > 0, "runs must hold at least one method, got none")
     for name in measures:
-        known = [*MEASURES, "temperature"]
-        require(name in known, f"measures must be among {', '.join(known)}, got {name!r}")
+        valid = [*MEASURES, "temperature"]
+        require(name in valid, f"measures must be among {', '.join(valid)}, got {name!r}")
     seeds = {m: [results] if isinstance(results, Mapping) else list(results) for m, results in runs.items()}
 
     def block(suffix: str, scaling: str) -> list[tuple[str, list[Cell]]]:

@@ -106,6 +106,15 @@ def test_seeds_are_paired_where_they_are_the_same(folder, result):
     assert (unpaired.high - unpaired.low) / 2 >= 1.96 * np.sqrt(wide)
 
 
+def test_runs_without_any_temperature_are_compared_unscaled(tmp_path):
+    for method in ("cross_entropy", "focal"):
+        write_run(tmp_path / method / "seed0", [f"method={method}"], n=60, **{"test/temperature": None})
+    result = compare_runs(groups_of(tmp_path), measures=["nll"], resamples=20)
+    assert result.scalings == ["none"] and not result.left_out
+    with pytest.raises(InputError, match="no temperature"):
+        compare_runs(groups_of(tmp_path), measures=["nll"], resamples=20, scaling="temperature")
+
+
 def test_one_run_a_method_speaks_of_these_runs_only(folder):
     result = compare_runs(groups_of(f"{folder}/*/seed0"), measures=["nll"], resamples=40)
     assert "speak of these runs only" in result.test_note() and "over seeds" not in result.test_note()

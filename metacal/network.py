@@ -10,19 +10,17 @@ it is checked on the logits (`check_repeated`): no list of what a forward pass m
 from __future__ import annotations
 
 import copy
-import functools
 import random
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from metacal.errors import InputError, require
 
@@ -32,7 +30,7 @@ __all__ = [
     "Outputs",
     "Streams",
     "check_repeated",
-    "dual_level",
+    "coupling_layer",
     "logits_in",
     "logits_of",
     "on_copies",
@@ -126,6 +124,14 @@ class Network:
         """The same, leaving buffers and attributes alone; from `state` where given. Random streams do move."""
         with on_copies(self.model, state):
             return self.plainly(x)
+
+
+def coupling_layer(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The first layer by which the examples of a batch depend on each other now, with its name, or None."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            return name, module
+    return None
 
 
 # -- state of modules ----------------------------------------------------------------------------------------------
@@ -361,22 +367,7 @@ def check_repeated(repeated: Tensor, recorded: Tensor, tolerance: float, remedy:
         )
 
 
-# -- forward mode and attention ------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _load_rules() -> None:
-    """Make PyTorch load its forward-mode rules, which in some releases warns of deprecated calls of its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        with forward_ad.dual_level():
-            forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
-
-
-def dual_level() -> AbstractContextManager[None]:
-    """`torch.autograd.forward_ad.dual_level()`, after the rules are loaded."""
-    _load_rules()
-    return forward_ad.dual_level()
+# -- attention ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager

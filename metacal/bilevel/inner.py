@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from metacal.bilevel.passes import Engine, Pass
 from metacal.bilevel.penalty_report import PenaltyReport
-from metacal.curvature.problem import coupling_layer
 from metacal.errors import InputError, require
 from metacal.gamma import pool
 from metacal.mixing import mixed_loss
-from metacal.network import Network, outputs_of, plain
+from metacal.network import Network, coupling_layer, outputs_of, plain
 from metacal.objective import Loss, Term
 
 __all__ = ["Batch", "Gradient", "Inner", "Last", "Mix", "NonFiniteError", "check_batch", "non_finite", "read"]

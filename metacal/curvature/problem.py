@@ -20,16 +20,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from metacal.errors import InputError, require
-from metacal.network import Network, Streams
+from metacal.network import Network, Streams, coupling_layer
 
 __all__ = [
     "LOSSES",
     "Problem",
     "check_vector",
-    "coupling_layer",
     "factor_columns",
     "logit_factor",
     "logit_gradient",
@@ -105,14 +103,6 @@ def _is_backbone(model: nn.Module) -> bool:
 def _exact_math(device: torch.device) -> Iterator[None]:
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         yield
-
-
-def coupling_layer(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The first layer by which the examples of a batch depend on each other now, with its name, or None."""
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            return name, module
-    return None
 
 
 @dataclass

@@ -17,7 +17,6 @@ from metacal.bilevel.inner import Mix
 from metacal.calibration.surrogates import Outer, build_outer
 from metacal.config import Config
 from metacal.config_checks import WITH_GAMMA
-from metacal.curvature.problem import coupling_layer
 from metacal.data import Batches, Data, LoaderBatches, Split, build_data
 from metacal.data.batches import derived_seed
 from metacal.errors import InputError, require
@@ -25,6 +24,7 @@ from metacal.gamma import FLSD, AdaFocal, FixedGamma, GammaNet, LearnedSmoothing
 from metacal.mixing import mixup
 from metacal.models import Backbone, build_model
 from metacal.modes import evaluation_mode
+from metacal.network import coupling_layer
 from metacal.objective import Term
 from metacal.optim import backbone_optimizer, build_optimizer
 from metacal.penalties import PENALTIES, Pixels

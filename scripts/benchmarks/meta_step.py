@@ -1,4 +1,4 @@
-"""Cost and error of the bilevel step's engines: time over a plain training step, extra peak memory, relative error.
+"""Cost and error of the bilevel step: time over a plain training step, extra peak memory, relative error.
 
     OMP_WAIT_POLICY=passive python scripts/benchmarks/meta_step.py [--threads 1 2] [--models mlp resnet20
     resnet18] [--rounds 7]
@@ -6,7 +6,8 @@
 Plain step: forward, focal loss with a fixed gamma, backward, SGD with momentum and weight decay. Meta step:
 that and the outer part, on a meta batch as large as the training batch, gamma-net and its Adam included.
 `library` is the same step in the way that users of `higher` write it: unroll, differentiate, copy the result
-back. Times: all engines in turn, round after round in one process; the smallest of each (and the median).
+back. A horizon: the mean of so many steps, the last of which learns through all of them; `library` with it unrolls as
+many. Times: all engines in turn, round after round in one process; the smallest of each (and the median).
 Memory: peak resident size of a process that takes three steps, less that of the plain step. Error: of the
 float32 hypergradient after 20 plain steps, against `higher` in float64 from the same state.
 """
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -43,6 +46,7 @@ ENGINES: dict[str, tuple[str, dict[str, object]]] = {
     "difference": ("difference", {}),
     "difference, central": ("difference", {"central": True}),
 }
+HORIZON = 8
 BATCH = {"mlp": 128, "resnet20": 128, "resnet18": 64}
 
 
@@ -95,13 +99,17 @@ class Setting:
         loss.backward()
         self.optimizer.step()
 
-    def library(self) -> None:
+    def horizon(self) -> MetaStep:
+        return MetaStep(self.net, self.optimizer, self.gamma_net, self.meta_optimizer, every=HORIZON, horizon=HORIZON)
+
+    def library(self, count: int = 1) -> None:
         import higher
 
         with higher.innerloop_ctx(self.net, self.optimizer, copy_initial_weights=False) as (functional, steps):
-            logits, features = functional(self.x)
-            self.gamma_net.observe(features.detach())
-            steps.step(losses.focal(logits, self.y, self.gamma_net(features.detach())).mean())
+            for _ in range(count):
+                logits, features = functional(self.x)
+                self.gamma_net.observe(features.detach())
+                steps.step(losses.focal(logits, self.y, self.gamma_net(features.detach())).mean())
             outer = sece(functional(self.x_meta)[0], self.y_meta)
             grads = torch.autograd.grad(outer, list(self.gamma_net.parameters()))
             with torch.no_grad():
@@ -115,17 +123,29 @@ class Setting:
 
 
 def runner(model: str, engine: str) -> Callable[[], object]:
+    """What to time: one step, or as many as the horizon has."""
     setting = Setting(model)
     if engine == "plain":
         return setting.plain
     if engine == "library":
         return setting.library
+    if engine == f"library, horizon {HORIZON}":
+        return partial(setting.library, HORIZON)
+    if engine == f"horizon {HORIZON}":
+        several = setting.horizon()
+
+        def window() -> None:
+            for _ in range(HORIZON):
+                several.step(*setting.batches)
+
+        return window
     step = setting.meta_step(*ENGINES[engine])
     return lambda: step.step(*setting.batches)
 
 
 def times(model: str, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    steps = {engine: runner(model, engine) for engine in ("plain", *ENGINES, "library")}
+    several = [f"horizon {HORIZON}", f"library, horizon {HORIZON}"]
+    steps = {engine: runner(model, engine) for engine in ("plain", *ENGINES, "library", *several)}
     for step in steps.values():
         step()
     spent: dict[str, list[float]] = {engine: [] for engine in steps}
@@ -133,7 +153,7 @@ def times(model: str, rounds: int, clock: Callable[[], float]) -> dict[str, list
         for engine, step in steps.items():
             start = clock()
             step()
-            spent[engine].append(clock() - start)
+            spent[engine].append((clock() - start) / (HORIZON if engine in several else 1))
     return {engine: sorted(values) for engine, values in spent.items()}
 
 
@@ -182,7 +202,7 @@ def report(
         ratio = f"{values[0] / plain[0]:.2f} ({values[rounds // 2] / plain[rounds // 2]:.2f})"
         extra = f"{peak(model, engine, threads) - base:+.0f}" if memory else "–"
         name = "`higher` library" if engine == "library" else engine
-        print(f"| {name} | {ratio} | {extra} | {accuracy[engine]:.1e} |", flush=True)
+        print(f"| {name} | {ratio} | {extra} | {accuracy.get(engine, math.nan):.1e} |", flush=True)
 
 
 def main() -> None:

@@ -146,7 +146,7 @@ def load(path: str | Path, model: nn.Module | None = None, device: str | torch.d
         if not file.is_file():
             return from_run(path).to(device)
     require(file.is_file(), f"{path} does not exist")
-    state = checkpoint.load(file, "cpu")
+    state = checkpoint.load(file, "cpu", of_run=False)
     require(state.get("contains") == "model", f"{file} is no saved model, but the state of a training: load its run")
     built = state["architecture"]
     if model is None:

@@ -59,17 +59,21 @@ def save(path: Path, state: dict[str, Any]) -> None:
     write_atomically(path, write)
 
 
-def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+def load(path: str | Path, device: torch.device | str = "cpu", of_run: bool = True) -> dict[str, Any]:
     """The state that `save` wrote.
+
+    of_run: whether the other files in the folder are checkpoints of the same run.
 
     Raises:
         InputError: when the file is missing, damaged, truncated, or no checkpoint of this format; with the newest other
-            checkpoint in its folder that is whole.
+            checkpoint of the run that is whole.
     """
     path = Path(path)
     try:
         return _read(path, device)
     except InputError as error:
+        if not of_run:
+            raise
         raise InputError(f"{error}; {_good_beside(path)}") from None
 
 

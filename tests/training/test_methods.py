@@ -243,7 +243,7 @@ def test_fit_knows_gradient_descent_and_refuses_settings_of_another_optimizer() 
     assert repr(fit).startswith("Fit(method=focal, best epoch ") and len(repr(fit)) < 100
     assert torch.equal(fit.predict_proba(x[:5].numpy()), fit.predict_proba(x[:5]))
     for keys, match in (
-        ({"optimizer": "adam"}, r"overrides=\['optimizer=adam'\]"),
+        ({"optimizer": torch.optim.Adam}, "optimizer must be the name of one, or a torch.optim.Optimizer over"),
         ({"overrides": ["epochs=3"]}, "epochs: it is an argument of metacal.fit"),
         ({"overrides": "optimizer.lr=0.05"}, "overrides must be a list of words"),
     ):

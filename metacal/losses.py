@@ -8,22 +8,29 @@ Numbers out of range raise `InputError`; the entries of a tensor are not read, s
 Value, gradient and mixed derivative (in the logits and such a tensor) are finite for every finite logit gap, but for
 the square in `mse`. A logit of -inf rules its class out: p = 0, and it takes no part; the loss is inf where that class
 is the label, or where smoothing asks for some of it.
+
+`LOSSES` has them by name, and takes any function like them. One with an argument `gamma` gets the gammas of a source,
+one with `smoothing` the α of a source that learns it.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metacal.errors import InputError, require
+from metacal.options import Option, check_options
 
 __all__ = [
     "LOSSES",
     "PROBABILITY_FLOOR",
+    "TAKEN",
     "adafocal",
     "brier",
     "confidence_penalty",
@@ -33,6 +40,7 @@ __all__ = [
     "inverse_focal",
     "label_smoothing",
     "mse",
+    "takes",
 ]
 
 PROBABILITY_FLOOR = 1e-6
@@ -101,7 +109,13 @@ def adafocal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Ten
     return _modulated(log_p, lambda log_p: torch.where(up, _raised(log_p, above), _miss(log_p) ** below))
 
 
-def label_smoothing(logits: Tensor, labels: Tensor, smoothing: float | Tensor = 0.05) -> Tensor:
+def label_smoothing(
+    logits: Tensor,
+    labels: Tensor,
+    smoothing: Annotated[
+        float | Tensor, Option("the alpha of alpha/K, at the start where it is learned", low=0, high=1)
+    ] = 0.05,
+) -> Tensor:
     """Cross-entropy against the target (1 - α) e_y + α / K, α = `smoothing` (Müller et al. 2019). -> `(N,)`, in nats.
 
     The mass α in [0, 1] is spread over all K classes, the true one included (α / K, not α / (K - 1)). It can be learned
@@ -109,16 +123,21 @@ def label_smoothing(logits: Tensor, labels: Tensor, smoothing: float | Tensor = 
     """
     log_p = F.log_softmax(_checked(logits, labels), dim=-1)
     true = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    smoothing = _per_sample("smoothing", smoothing, true, high=1.0)
+    if isinstance(smoothing, Tensor):
+        smoothing = _entries("smoothing", smoothing, true)
+    else:
+        check_options(label_smoothing, smoothing=smoothing)
     return -_times(1 - smoothing, true) - _times(smoothing, log_p.mean(dim=-1))
 
 
-def confidence_penalty(logits: Tensor, labels: Tensor, beta: float = 0.1) -> Tensor:
+def confidence_penalty(
+    logits: Tensor, labels: Tensor, beta: Annotated[float, Option("weight of the entropy", low=0)] = 0.1
+) -> Tensor:
     """Cross-entropy less the entropy of the prediction, -log p_y - β H(p) (Pereyra et al. 2017). -> `(N,)`, in nats.
 
     H(p) = -Σ_k p_k log p_k, β = `beta` >= 0. May be negative.
     """
-    require(0 <= beta < math.inf, f"beta must be >= 0, got {beta}")
+    check_options(confidence_penalty, beta=beta)
     log_p = F.log_softmax(_checked(logits, labels), dim=-1)
     true = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     # p log p tends to 0 with p: a class that is ruled out has no share, and no 0 · inf.
@@ -150,10 +169,16 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "label_smoothing": label_smoothing,
     "mse": mse,
 }
-"""Losses by the name that a configuration gives.
+"""Losses by the name that a configuration gives, each with the options of its annotated arguments."""
 
-The four focal ones take a gamma and `label_smoothing` its α as third argument, from a source of `metacal.gamma`.
-"""
+TAKEN = ("gamma", "smoothing")
+"""Names of the argument of a loss that a source of `metacal.gamma` gives."""
+
+
+def takes(loss: Callable[..., Tensor]) -> str | None:
+    """The argument that a source gives to this loss, one of `TAKEN`; None where there is none."""
+    arguments = inspect.signature(loss).parameters
+    return next((name for name in TAKEN if name in arguments), None)
 
 
 def _checked(logits: Tensor, labels: Tensor) -> Tensor:
@@ -202,12 +227,11 @@ def _times(weight: float | Tensor, log_p: Tensor) -> Tensor:
     return weight * torch.where((weight == 0) & (log_p == -math.inf), 0.0, log_p)
 
 
-def _per_sample(name: str, value: float | Tensor, like: Tensor, high: float = math.inf) -> float | Tensor:
-    """`value` if it is a number in [0, high] or a tensor of `_entries`."""
+def _per_sample(name: str, value: float | Tensor, like: Tensor) -> float | Tensor:
+    """`value` if it is a number >= 0 or a tensor of `_entries`."""
     if isinstance(value, Tensor):
         return _entries(name, value, like)
-    bound = ">= 0" if high == math.inf else f"in [0, {high:g}]"
-    require(0 <= value <= high and math.isfinite(value), f"{name} must be {bound}, got {value}")
+    require(0 <= value < math.inf, f"{name} must be >= 0, got {value}")
     return value
 
 

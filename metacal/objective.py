@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from metacal import losses
 from metacal.errors import require
+from metacal.options import check_options, option
 
-__all__ = ["TAKES_GAMMA", "Loss", "Penalty", "Term", "build_loss", "build_penalties"]
+__all__ = ["Loss", "Penalty", "Term", "Weighting", "build_loss", "build_penalties"]
 
 Loss = Callable[..., Tensor]
 """`(logits (N, K), labels (N,)[, gamma]) -> (N,)`."""
@@ -25,8 +26,13 @@ One with a true attribute `batchwise` is no mean over samples, and so not the su
 """
 
 
-TAKES_GAMMA = ("adafocal", "dual_focal", "focal", "inverse_focal", "label_smoothing")
-"""Losses by name that take what a gamma source gives; for label_smoothing that is the smoothing."""
+@dataclass
+class Weighting:
+    """How a penalty enters the inner objective: the options that every penalty has beside its own."""
+
+    weight: float = option(0.0, "on average over the steps; 0: the penalty is left out", low=0)
+    every: int = option(1, "steps: it enters every so many-th, with so many times its weight", low=1)
+    ramp: float = option(0.0, "epochs over which the weight grows from 0", low=0)
 
 
 @dataclass(frozen=True)
@@ -34,28 +40,23 @@ class Term:
     """A penalty in the inner objective.
 
     weight: of the penalty, averaged over steps. Every so many-th step it enters with `every` times that, so that
-    `every` changes what the penalty costs and not how strong it is. ramp_epochs: over these the weight grows linearly
+    `every` changes what the penalty costs and not how strong it is. ramp: epochs over which the weight grows linearly
     from 0.
     """
 
     penalty: Penalty
     weight: float
-    every: int = 1
-    ramp_epochs: float = 0.0
+    every: int = Weighting.every
+    ramp: float = Weighting.ramp
 
     def __post_init__(self) -> None:
-        require(
-            math.isfinite(self.weight) and self.weight >= 0,
-            f"a penalty's weight must be >= 0 and finite, got {self.weight}",
-        )
-        require(self.every >= 1, f"a penalty's every must be >= 1 step, got {self.every}")
-        require(self.ramp_epochs >= 0, f"a penalty's ramp_epochs must be >= 0, got {self.ramp_epochs}")
+        check_options(Weighting(self.weight, self.every, self.ramp), "a penalty's ")
 
     def weight_at(self, step: int, epoch: float) -> float:
         """The factor on the penalty at a step, counted from 0, and (fractional) epoch; 0 where it is left out."""
         if step % self.every != 0:
             return 0.0
-        ramp = min(1.0, epoch / self.ramp_epochs) if self.ramp_epochs > 0 else 1.0
+        ramp = min(1.0, epoch / self.ramp) if self.ramp > 0 else 1.0
         return self.weight * self.every * ramp
 
 
@@ -67,8 +68,9 @@ def build_loss(spec: str | Loss, with_gamma: bool) -> Loss:
         spec in losses.LOSSES, f"loss must be a callable or one of {', '.join(sorted(losses.LOSSES))}, got {spec!r}"
     )
     require(
-        not with_gamma or spec in TAKES_GAMMA,
-        f"gamma_net must be None with loss={spec!r}: a gamma goes into {', '.join(TAKES_GAMMA)} only",
+        not with_gamma or losses.takes(losses.LOSSES[spec]) is not None,
+        f"gamma_net must be None with loss={spec!r}: a gamma goes into "
+        f"{', '.join(name for name, loss in losses.LOSSES.items() if losses.takes(loss))} only",
     )
     return losses.LOSSES[spec]
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metacal.config import ModelConfig
 from metacal.gamma import GammaNet
 from metacal.models.backbone import Backbone
 from metacal.models.factory import build_model
+from metacal.models.options import ModelConfig
 
 K = 3
 

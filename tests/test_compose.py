@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from metacal.compose import compose, config_dir, to_yaml
+from metacal.config.compose import compose, config_dir, to_yaml
 from metacal.errors import InputError
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from metacal.cli import main
-from metacal.compose import check_config_file, compose, read_yaml, to_yaml
+from metacal.config.compose import check_config_file, compose, to_yaml
+from metacal.config.files import read_yaml
 from metacal.errors import InputError
 from metacal.report.tables import Column, Table
 from metacal.studies.spec import read_spec

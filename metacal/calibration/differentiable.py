@@ -16,19 +16,22 @@ derivative raises an error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from metacal.calibration._pairs import PairSum, kernel_rule, sece_rule
+from metacal.calibration.kernel import LAPLACE_SCALE
 from metacal.errors import require
+from metacal.options import Option, check_options
 
 __all__ = [
     "BATCH_PENALTIES",
+    "FIRST_ORDER",
     "SURROGATES",
     "Bank",
     "Surrogate",
@@ -51,6 +54,12 @@ Surrogate = Callable[..., Tensor]
 
 Bank = tuple[Tensor, Tensor]
 """Confidence (B,) and correctness (B,) of earlier samples."""
+
+SECE_BANDWIDTH = 0.01
+
+Bandwidth = Annotated[float, Option("of the Laplacian kernel, in units of confidence", low=0.002)]
+Norm = Annotated[str, Option("of the gaps between confidence and accuracy", choices=("l1", "l2"))]
+Bins = Annotated[int, Option("soft bins of the confidence", low=1)]
 
 
 # ---------------------------------------------------------------------------------------------- input
@@ -97,15 +106,6 @@ def confidences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return confidence, (predicted == labels).to(logits.dtype)
 
 
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        require(0 < value < math.inf, f"{name} must be > 0, got {value}")
-
-
-def _norm(norm: str) -> None:
-    require(norm in ("l1", "l2"), f"norm must be 'l1' or 'l2', got {norm!r}")
-
-
 def _safe_sqrt(square: Tensor) -> Tensor:
     """√x with value and gradient 0 at x = 0 (where the inner mask keeps 0·∞ out of the gradient)."""
     positive = square > 0
@@ -118,9 +118,9 @@ def _safe_sqrt(square: Tensor) -> Tensor:
 def sece(
     logits: Tensor,
     labels: Tensor,
-    bandwidth: float = 0.01,
-    self_term: bool = True,
-    norm: str = "l1",
+    bandwidth: Annotated[float, Option("h of the kernel, in units of confidence", above=0)] = SECE_BANDWIDTH,
+    self_term: Annotated[bool, Option("whether a sample counts among its own neighbours")] = True,
+    norm: Norm = "l1",
     bank: Bank | None = None,
 ) -> Tensor:
     """Smooth expected calibration error of Meta-Regularization (arXiv 2303.15057).
@@ -140,8 +140,7 @@ def sece(
 
     Biased upwards for small N·h: see docs/surrogates.md for the size, and `effective_neighbours`.
     """
-    _positive(bandwidth=bandwidth)
-    _norm(norm)
+    check_options(sece, bandwidth=bandwidth, self_term=self_term, norm=norm)
     logits, labels = check_batch(logits, labels)
     c, a = confidences(logits, labels)
     if bank is None:
@@ -155,7 +154,12 @@ def sece(
     return PairSum.apply(sece_rule(bandwidth, self_term, norm), c, a, bank_c, bank_a)[0]
 
 
-def mmce(logits: Tensor, labels: Tensor, bandwidth: float = 0.4, weighted: bool = False) -> Tensor:
+def mmce(
+    logits: Tensor,
+    labels: Tensor,
+    bandwidth: Bandwidth = LAPLACE_SCALE,
+    weighted: Annotated[bool, Option("whether right and wrong samples weigh alike")] = False,
+) -> Tensor:
     """Maximum mean calibration error (Kumar, Sarawagi & Jain 2018), sqrt of the V-statistic.
 
         MMCE² = 1/N² Σ_ij e_i e_j k(c_i, c_j),  e = c − a,  k(u, v) = exp(−|u − v|/bandwidth)
@@ -164,25 +168,21 @@ def mmce(logits: Tensor, labels: Tensor, bandwidth: float = 0.4, weighted: bool 
     that the few wrong samples of an accurate model count as much; a group that is absent adds nothing.
     The gradient at MMCE = 0 is taken as 0.
     """
-    _laplace_bandwidth(bandwidth)
+    check_options(mmce, bandwidth=bandwidth, weighted=weighted)
     logits, labels = check_batch(logits, labels)
     return PairSum.apply(kernel_rule(bandwidth, weighted, False), *confidences(logits, labels))[0]
 
 
-def skce(logits: Tensor, labels: Tensor, bandwidth: float = 0.4) -> Tensor:
+def skce(logits: Tensor, labels: Tensor, bandwidth: Bandwidth = LAPLACE_SCALE) -> Tensor:
     """Unbiased estimate of the squared kernel calibration error of the confidence (Widmann et al. 2019).
 
         SKCE = 1/(N(N−1)) Σ_{i≠j} e_i e_j k(c_i, c_j),  e = c − a,  k(u, v) = exp(−|u − v|/bandwidth)
 
     May be negative; its mean over batches does not depend on their size. A batch of one gives 0.
     """
-    _laplace_bandwidth(bandwidth)
+    check_options(skce, bandwidth=bandwidth)
     logits, labels = check_batch(logits, labels)
     return PairSum.apply(kernel_rule(bandwidth, False, True), *confidences(logits, labels))[0]
-
-
-def _laplace_bandwidth(bandwidth: float) -> None:
-    require(0.002 <= bandwidth < math.inf, f"bandwidth must be >= 0.002, got {bandwidth}")
 
 
 def _soft_bins(c: Tensor, a: Tensor, n_bins: int, temperature: float, norm: str) -> Tensor:
@@ -198,7 +198,12 @@ def _soft_bins(c: Tensor, a: Tensor, n_bins: int, temperature: float, norm: str)
 
 
 def dece(
-    logits: Tensor, labels: Tensor, n_bins: int = 15, t_a: float = 100.0, t_b: float = 0.01, norm: str = "l1"
+    logits: Tensor,
+    labels: Tensor,
+    n_bins: Bins = 15,
+    t_a: Annotated[float, Option("steepness of the soft rank", above=0)] = 100.0,
+    t_b: Annotated[float, Option("width of the soft bins' edges", above=0)] = 0.01,
+    norm: Norm = "l1",
 ) -> Tensor:
     """Differentiable ECE of Meta-Calibration (Bohdal, Yang & Hospedales 2023).
 
@@ -208,9 +213,7 @@ def dece(
     Unlike the others it has a gradient in the accuracy. Its soft bins u are those of `soft_ece` at
     temperature 2·t_b/M (the square completed).
     """
-    require(n_bins >= 1, f"n_bins must be >= 1, got {n_bins}")
-    _positive(t_a=t_a, t_b=t_b)
-    _norm(norm)
+    check_options(dece, n_bins=n_bins, t_a=t_a, t_b=t_b, norm=norm)
     logits, labels = check_batch(logits, labels)
     c, _ = confidences(logits, labels)
     p = logits.softmax(dim=1)
@@ -219,21 +222,27 @@ def dece(
     return _soft_bins(c, torch.relu(2 - rank), n_bins, 2 * t_b / n_bins, norm)
 
 
-def soft_ece(logits: Tensor, labels: Tensor, n_bins: int = 15, temperature: float = 0.01, norm: str = "l2") -> Tensor:
+def soft_ece(
+    logits: Tensor,
+    labels: Tensor,
+    n_bins: Bins = 15,
+    temperature: Annotated[float, Option("width of the soft bins", above=0)] = 0.01,
+    norm: Norm = "l2",
+) -> Tensor:
     """Soft-binned ECE, SB-ECE (Karandikar et al. 2021), with their default of the l2 norm.
 
         (Σ_m S_m/N |A_m − C_m|^q)^(1/q),  S_m = Σ_i u_im,  u_i = softmax_m(−(c_i − (m − ½)/M)² / temperature)
 
     A_m and C_m are the means of a and c under u_{·m}; q = 1 or 2.
     """
-    require(n_bins >= 1, f"n_bins must be >= 1, got {n_bins}")
-    _positive(temperature=temperature)
-    _norm(norm)
+    check_options(soft_ece, n_bins=n_bins, temperature=temperature, norm=norm)
     logits, labels = check_batch(logits, labels)
     return _soft_bins(*confidences(logits, labels), n_bins, temperature, norm)
 
 
-def confidence_gap(logits: Tensor, labels: Tensor, squared: bool = False) -> Tensor:
+def confidence_gap(
+    logits: Tensor, labels: Tensor, squared: Annotated[bool, Option("the square of the gap")] = False
+) -> Tensor:
     """|mean c − mean a|, ECE with a single bin, or its square. The gradient of the former at 0 is 0."""
     logits, labels = check_batch(logits, labels)
     c, a = confidences(logits, labels)
@@ -270,7 +279,10 @@ def brier(logits: Tensor, labels: Tensor) -> Tensor:
 SURROGATES: dict[str, Surrogate] = {
     f.__name__: f for f in (sece, dece, soft_ece, mmce, skce, mdca, nll, brier, confidence_gap)
 }
-"""The surrogates by name, as an outer objective gives them."""
+"""The surrogates by name, as an outer objective gives them, each with the options of its annotated arguments."""
+
+FIRST_ORDER: tuple[Surrogate, ...] = (sece, mmce, skce)
+"""Those that can be differentiated once only."""
 
 BATCH_PENALTIES: dict[str, Surrogate] = {
     "confidence_gap": confidence_gap,
@@ -290,9 +302,9 @@ None is a mean over samples: a batch has another value than the mean over its pa
 
 
 @torch.no_grad()
-def effective_neighbours(logits: Tensor, bandwidth: float = 0.01, bank: Bank | None = None) -> float:
+def effective_neighbours(logits: Tensor, bandwidth: float = SECE_BANDWIDTH, bank: Bank | None = None) -> float:
     """How many samples stand behind one ã_i of `sece`: the mean over i of (Σ_j K_ij)² / Σ_j K_ij²."""
-    _positive(bandwidth=bandwidth)
+    check_options(sece, bandwidth=bandwidth)
     logits, _ = check_batch(logits, logits.new_zeros(len(logits), dtype=torch.long))
     c = logits.softmax(dim=1).amax(dim=1)
     r = c if bank is None else torch.cat([c, bank[0].to(c)])

@@ -8,7 +8,6 @@ is the one thing with state.
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from metacal.calibration.differentiable import (
     BATCH_PENALTIES,
+    FIRST_ORDER,
     SURROGATES,
     Bank,
     Surrogate,
@@ -37,12 +37,15 @@ from metacal.calibration.differentiable import (
     soft_ece,
 )
 from metacal.errors import InputError, require
+from metacal.options import check_options, option, options_of
 
 __all__ = [
     "BATCH_PENALTIES",
+    "FIRST_ORDER",
     "SURROGATES",
     "MemoryBank",
     "Outer",
+    "ReferencePoints",
     "brier",
     "build_outer",
     "confidence_gap",
@@ -133,11 +136,21 @@ class Outer:
             self.bank.load_state_dict(state["bank"])
 
 
+@dataclass
+class ReferencePoints:
+    """What `sece` compares a confidence with."""
+
+    reference_points: str = option(
+        "samples", "of sece: the meta batch alone, or also a bank of earlier ones", choices=("samples", "bank")
+    )
+    bank_batches: int = option(8, "meta batches that the bank remembers", low=1)
+
+
 def build_outer(
     spec: str | Surrogate | Mapping[str, float | Mapping[str, Any]],
     *,
-    reference_points: str = "samples",
-    bank_size: int = 8,
+    reference_points: str = ReferencePoints.reference_points,
+    bank_size: int = ReferencePoints.bank_batches,
     **keys: Any,
 ) -> Outer:
     """The outer objective from its specification.
@@ -148,14 +161,11 @@ def build_outer(
             `{"sece": {"weight": 1.0, "bandwidth": 0.05}}`. Terms of weight 0 are not computed.
         reference_points: of `sece`: "samples", or "bank", which adds the last `bank_size` batches that
             `Outer.update` was given.
-        keys: go to every term that has an argument of that name; each must suit one at least.
+        keys: go to every term that has an option of that name; each must suit one at least.
 
     Raises `InputError`, before any training, for unknown names and for values that a term refuses.
     """
-    require(
-        reference_points in ("samples", "bank"),
-        f"reference_points must be 'samples' or 'bank', got {reference_points!r}",
-    )
+    check_options(ReferencePoints(reference_points))
     if callable(spec):
         require(
             not keys and reference_points == "samples",
@@ -167,39 +177,37 @@ def build_outer(
         isinstance(weights, Mapping) and len(weights) > 0,
         f"outer must be a name, a callable or a mapping of names to weights, got {spec!r}",
     )
-    parts: dict[str, tuple[float, Surrogate, dict[str, Any]]] = {}
-    unused = set(keys)
-    for name, value in weights.items():
-        require(name in SURROGATES, f"outer must be made of {_suggest(name, SURROGATES)}, got {name!r}")
-        term = SURROGATES[name]
-        allowed = set(inspect.signature(term).parameters) - {"logits", "labels", "bank"}
-        own = dict(value) if isinstance(value, Mapping) else {"weight": value}
-        weight = own.pop("weight", 1.0)
-        require(
-            isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf,
-            f"weight of {name} must be a number >= 0, got {weight!r}",
-        )
-        for key in own:
-            require(key in allowed, f"{name} takes {_suggest(key, allowed)}, got {key!r}")
-        unused -= allowed
-        own = {k: v for k, v in keys.items() if k in allowed} | own
-        try:  # the terms check their own keys: let them do it now, on a batch of two
-            term(torch.zeros(2, 2), torch.tensor([0, 1]), **own)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(f"{name} cannot work with {own}: {error}") from error
-        if weight > 0:
-            parts[name] = (float(weight), term, own)
-    for key in sorted(unused):
-        names = {k for name in weights for k in inspect.signature(SURROGATES[name]).parameters}
-        raise InputError(f"outer takes {_suggest(key, names - {'logits', 'labels', 'bank'})}, got {key!r}")
+    parts = {name: _term(name, value, keys) for name, value in weights.items()}
+    known = {key for name in weights for key in options_of(SURROGATES[name])}
+    for key in sorted(keys.keys() - known):
+        raise InputError(f"outer takes {_suggest(key, known)}, got {key!r}")
+    parts = {name: part for name, part in parts.items() if part[0] > 0}
     require(len(parts) > 0, f"outer must have a term of weight > 0, got {dict(weights)}")
-    bank = None
-    if reference_points == "bank":
-        require("sece" in parts, f"reference_points='bank' is for sece, got {sorted(parts)}")
-        bank = MemoryBank(bank_size)
-    return Outer(parts, bank)
+    if reference_points == "samples":
+        return Outer(parts)
+    require("sece" in parts, f"reference_points='bank' is for sece, got {sorted(parts)}")
+    return Outer(parts, MemoryBank(bank_size))
+
+
+def _term(name: str, value: Any, keys: Mapping[str, Any]) -> tuple[float, Surrogate, dict[str, Any]]:
+    """(weight, surrogate, its options) of one entry of an outer objective, tried out; `keys` where it gives none."""
+    require(name in SURROGATES, f"outer must be made of {_suggest(name, SURROGATES)}, got {name!r}")
+    term = SURROGATES[name]
+    allowed = options_of(term)
+    given = dict(value) if isinstance(value, Mapping) else {"weight": value}
+    weight = given.pop("weight", 1.0)
+    require(
+        isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 <= weight < math.inf,
+        f"weight of {name} must be a number >= 0, got {weight!r}",
+    )
+    for key in given:
+        require(key in allowed, f"{name} takes {_suggest(key, allowed)}, got {key!r}")
+    options = {key: value for key, value in keys.items() if key in allowed} | given
+    try:  # let it check them now, on a batch of two
+        term(torch.zeros(2, 2), torch.tensor([0, 1]), **options)
+    except Exception as error:
+        raise InputError(f"{name} cannot work with {options}: {error}") from error
+    return float(weight), term, options
 
 
 def _suggest(name: str, valid: Any) -> str:

@@ -29,10 +29,10 @@ def curvature_command(argv: Sequence[str]) -> int:
     require(0 < arguments.tolerance < 1, f"--tolerance must be in (0, 1), got {arguments.tolerance}")
 
     from metacal.calibration import accuracy, ece
-    from metacal.report.report import predict
+    from metacal.monitors import curvature_values
+    from metacal.predict import predict
     from metacal.report.tables import Column, Spread, Table
     from metacal.training import checkpoint
-    from metacal.training.curvature_monitor import curvature_values
     from metacal.training.folder import check_run, recorded_config
     from metacal.training.setup import build_backbone, choose_device, curvature_loss, fixed_subset, prepare_data
 

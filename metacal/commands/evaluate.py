@@ -319,7 +319,7 @@ def _require_same_samples(first: str, reference: Predictions, name: str, p: Pred
 
 
 def _shift(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    from metacal.report.report import predict
+    from metacal.predict import predict
     from metacal.report.shift import measure_shift
     from metacal.training.checkpoint import write_atomically
     from metacal.training.folder import versions

@@ -28,12 +28,17 @@ __all__ = ["train_command"]
 def train_command(argv: Sequence[str]) -> int:
     """Run `metacal train ARGV`; returns the exit status."""
     words = list(argv)
+    if any(word in ("-h", "--help") for word in words):
+        from metacal.config.help import train_help
+
+        print(train_help(), end="")
+        return 0
     config_file = take_config_file(words)
     _check_launcher(words)
     if any(word.startswith("-") for word in words):
         return _with_hydra(words, config_file)
 
-    from metacal.compose import compose
+    from metacal.config.compose import compose
 
     config = compose(words, config_file)
     for method in config.baselines:  # a typo in the last baseline must not surface after the first run
@@ -101,7 +106,7 @@ def _run_beside_baselines(config: Config, words: list[str], config_file: str | N
 
     Finished runs are reused, so the command can be given again.
     """
-    from metacal.compose import compose
+    from metacal.config.compose import compose
     from metacal.training.folder import folder_of
     from metacal.training.run import run, show_together
 
@@ -127,6 +132,7 @@ _SHOW = {"--cfg", "-c"}  # Hydra's flag that shows a config and runs nothing
 # Hydra's flags, but for those that take configs, or pickles of them, from elsewhere.
 _FLAGS = ("-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i",
           "--info", "-r", "--run", "-sc", "--shell-completion", "--version")  # fmt: skip
+_WITH_VALUE = (*_SHOW, "-p", "--package", "-i", "--info")  # the next word is the flag's
 
 # Hydra's launchers beside its own, and the packages that bring them.
 _LAUNCHERS = {
@@ -182,11 +188,11 @@ class _Task:
         return self.status
 
     def _run(self, node: DictConfig, overrides: list[str]) -> int:
-        from metacal.compose import from_dictionary
+        from metacal.config.compose import from_dictionary
         from metacal.training.folder import folder_of
         from metacal.training.run import run
 
-        config = from_dictionary(node)
+        config = from_dictionary(node, overrides)
         folder = folder_of(config, overrides, self.config_file)
         if not folder.finished and (self.requeued or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"):
             config.overwrite = False  # the first attempt has started over; this one goes on
@@ -237,31 +243,19 @@ class _Task:
             signal.signal(number, theirs)
 
 
-def _groups() -> str:
-    """The groups of `configs/` and their choices, for --help."""
-    from metacal.compose import choices_of, groups
-
-    return "".join(f"{group}: {', '.join(choices_of(group))}\n" for group in groups())
-
-
 def _with_hydra(words: list[str], config_file: str | None) -> int:
-    """Grids (-m), --help, --cfg and Hydra's other flags."""
+    """Grids (-m), --cfg and Hydra's other flags."""
     import hydra
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from metacal.compose import check_config_file, check_words, compose, config_dir, explain, register_schema
+    from metacal.config.compose import check_config_file, compose, config_dir, explain, register_schema, to_yaml
+    from metacal.config.words import check_flags, check_words
 
-    for word in words:
-        flag = word.partition("=")[0]
-        require(
-            not flag.startswith("-") or flag in _FLAGS,
-            f"{flag} is no flag of metacal train, which are {', '.join(_FLAGS)}; a config file is the first word",
-        )
-    check_words(words)
-    register_schema()
-    OmegaConf.register_new_resolver("metacal_groups", _groups, replace=True)
+    check_flags(words, _FLAGS)
+    taken = {words[i + 1] for i, word in enumerate(words[:-1]) if word in _WITH_VALUE}
+    check_words([w for w in words if w not in taken and not w.startswith("-")])
+    register_schema(words)
     path = check_config_file(config_file) if config_file else config_dir() / "train.yaml"
     jobs: list[Job] = []
     # A bad value surfaces here, before the first run.
@@ -271,6 +265,9 @@ def _with_hydra(words: list[str], config_file: str | None) -> int:
 
         require(not _SHOW.intersection(words), "-m runs a grid and --cfg shows a config: give one of them")
         jobs = grid_jobs(own, config_file, normal=True)
+    elif _SHOW.intersection(words) and "job" in taken:
+        print(to_yaml(compose(own, config_file)), end="")
+        return 0
     else:
         compose(own, config_file)
     task = _Task(str(path) if config_file else None, in_grid=bool(jobs))

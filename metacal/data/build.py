@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metacal.config import DataConfig
+from metacal.data.options import DataConfig
 from metacal.data.sources import Source, read_source
 from metacal.data.splits import Split, Transform, channel_statistics, resolve_size, stratified_draw
 from metacal.data.stores import CHUNK, tensor_chunks

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from metacal.config import ModelConfig
 from metacal.errors import InputError, did_you_mean, require
 from metacal.models.densenet import densenet
+from metacal.models.options import ModelConfig
 from metacal.models.resnet import resnet, wide_resnet
 from metacal.models.small import cnn, mlp
 from metacal.models.torchvision_nets import PREFIX, torchvision_net

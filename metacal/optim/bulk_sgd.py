@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,33 @@ from torch.optim import SGD
 
 from metacal.curvature.spectrum import top_eigenpairs
 from metacal.errors import InputError, require, require_choice
+from metacal.optim.basic import SGDOptions, decay, momentum, parameter_groups, rate
 from metacal.optim.through import THROUGH, sgd_through
 from metacal.optim.transpose import TRANSPOSES, Cotangents, by_groups, sgd_group
+from metacal.options import option
 
-__all__ = ["BulkSGD"]
+__all__ = ["BulkSGD", "BulkSGDOptions"]
 
 MATRICES = {"hessian": "hessian", "gauss_newton": "gn"}
 VECTORS, STEPS = "bulk_vectors", "bulk_steps"  # keys in the state of a parameter; steps in that of the first one
+
+
+@dataclass
+class BulkSGDOptions(SGDOptions):
+    """`BulkSGD`."""
+
+    lr: float = rate(0.03)
+    weight_decay: float = decay(0.0)
+    momentum: float = momentum(0.0)
+    k: int = option(1, "eigenvectors that are projected out", low=1)
+    matrix: str = option("hessian", "whose eigenvectors", choices=tuple(MATRICES))
+    every: int = option(1, "steps between new eigenvectors", low=1)
+    tolerance: float = option(1e-3, "of the eigenvalues, relative", above=0, below=1)
+
+    def build(self, module: nn.Module, loss: str = "cross_entropy") -> BulkSGD:
+        groups = parameter_groups(module, self.weight_decay, self.decay_norm_and_bias)
+        own: dict[str, Any] = {"k": self.k, "matrix": self.matrix, "every": self.every, "tol": self.tolerance}
+        return BulkSGD(groups, self.lr, module, loss=loss, **own, **self.momenta())
 
 
 class BulkSGD(SGD):
@@ -34,6 +55,8 @@ class BulkSGD(SGD):
     The momentum buffer itself is SGD's and is not projected. V (P, k) holds the eigenvectors of the k algebraically
     largest eigenvalues, of the matrix of the mean `loss` on the batch given to `prepare`, whatever loss and penalties
     the gradients come from. Parameters without a gradient do not move; P is then that of the others' entries of V.
+
+    The constructor has all keys of torch.optim.SGD beside its own.
 
     Args:
         params: the parameters of `model` that require a gradient, or groups of them; frozen ones may be among them.
@@ -68,18 +91,18 @@ class BulkSGD(SGD):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float,
         model: nn.Module,
-        k: int = 1,
-        matrix: str = "hessian",
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
+        k: int = BulkSGDOptions.k,
+        matrix: str = BulkSGDOptions.matrix,
+        momentum: float = BulkSGDOptions.momentum,
+        weight_decay: float = BulkSGDOptions.weight_decay,
         loss: str = "cross_entropy",
-        every: int = 1,
+        every: int = BulkSGDOptions.every,
         *,
         dampening: float = 0.0,
         nesterov: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
-        tol: float = 1e-3,
+        tol: float = BulkSGDOptions.tolerance,
         max_products: int | None = None,
         seed: int = 0,
     ) -> None:

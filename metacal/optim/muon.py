@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,83 +22,63 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from metacal.errors import InputError, require, require_choice
 from metacal.models.backbone import Backbone
+from metacal.optim.basic import OptimizerOptions, betas, decay, epsilon, momentum, nesterov, rate
+from metacal.optim.newton_schulz import COEFFICIENTS, newton_schulz, newton_schulz_vjp
 from metacal.optim.through import THROUGH, Cotangent, State, adam_through, sgd_through
 from metacal.optim.transpose import TRANSPOSES, GroupTranspose, adam_group, by_groups, sgd_group
+from metacal.options import option
 
-__all__ = ["Muon", "adjusted_lr", "muon_groups", "newton_schulz", "newton_schulz_of", "newton_schulz_vjp"]
+__all__ = [
+    "Muon",
+    "MuonOptions",
+    "adjusted_lr",
+    "muon_groups",
+    "newton_schulz",
+    "newton_schulz_of",
+    "newton_schulz_vjp",
+]
 
 REST: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 """Kinds of groups that are not Muon's own, and whose step they take."""
 
 _ADJUSTMENTS = ("original", "match_rms_adamw", "spectral_unclamped")
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NEVER = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 
-def newton_schulz(
-    matrix: Tensor,
-    coefficients: tuple[float, float, float] = _COEFFICIENTS,
-    steps: int = 5,
-    eps: float = 1e-7,
-) -> Tensor:
-    """The nearest orthogonal matrix, roughly: singular values of `matrix` `(A, B)` are moved to about 0.7 to 1.2.
+@dataclass
+class MuonOptions(OptimizerOptions):
+    """`Muon` for hidden matrices, AdamW or SGD for the rest."""
 
-        X_0 = G / max(‖G‖_F, eps),   X_{k+1} = a X_k + (b S + c S²) X_k,   S = X_k X_kᵀ
+    lr: float = rate(0.02)
+    weight_decay: float = decay(1e-2)
+    momentum: float = momentum(0.95)
+    nesterov: bool = nesterov(True)
+    rest: str = option("adamw", "the optimizer of heads, biases and norms", choices=tuple(REST))
+    rest_lr: float = option(1e-3, "its learning rate", low=0)
+    betas: list[float] = betas()
+    eps: float = epsilon()
 
-    on the side of the smaller dimension. Differentiable, in the dtype of `matrix`.
-    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+    def check(self, prefix: str = "") -> None:
+        super().check(prefix)
+        require(
+            not self.nesterov or self.momentum > 0,
+            f"{prefix}nesterov=true needs momentum > 0, got momentum {self.momentum}",
+        )
 
-    >>> x = newton_schulz(torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64), (1.5, -0.5, 0.0), 25)
-    >>> torch.allclose(x, torch.eye(2, 3, dtype=torch.float64))
-    True
-    """
-    a, b, c = coefficients
-    tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        s = x @ x.T
-        x = torch.addmm(x, torch.addmm(s, s, s, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
-
-
-def newton_schulz_vjp(
-    matrix: Tensor,
-    cotangent: Tensor,
-    coefficients: tuple[float, float, float] = _COEFFICIENTS,
-    steps: int = 5,
-    eps: float = 1e-7,
-) -> Tensor:
-    """(∂ newton_schulz / ∂ matrix)ᵀ cotangent, both `(A, B)`: what autograd gives, in fewer products.
-
-    S and P = b S + c S² are symmetric. So with Y the cotangent of X_{k+1} = (a + P) X, X = X_k, that of X_k is
-
-        a Y + P Y + (b W + c (W S + S W)) X,    W = Y Xᵀ + X Yᵀ
-
-    and that of G is (Y − ⟨X_0, Y⟩ X_0) / ‖G‖ by the normalisation.
-    """
-    a, b, c = coefficients
-    tall = matrix.size(0) > matrix.size(1)
-    x, y = (matrix.T, cotangent.T) if tall else (matrix, cotangent)
-    norm = x.norm()
-    x = first = x / norm.clamp(min=eps)
-    kept = []
-    for k in range(steps):
-        s = x @ x.T
-        p = torch.addmm(s, s, s, beta=b, alpha=c)
-        kept.append((x, s, p))
-        if k + 1 < steps:
-            x = torch.addmm(x, p, x, beta=a)
-    while kept:
-        x, s, p = kept.pop()
-        w = y @ x.T
-        w = w + w.T
-        ws = w @ s
-        y = torch.addmm(y, p, y, beta=a).addmm_(torch.add(ws, ws.T).mul_(c).add_(w, alpha=b), x)
-    # max(‖G‖, eps) is a constant below eps
-    y = torch.where(norm < eps, y, y - first * (first * y).sum()) / norm.clamp(min=eps)
-    return y.T if tall else y
+    def build(self, module: nn.Module, loss: str = "cross_entropy") -> Muon:
+        adamw: dict[str, Any] = {"betas": tuple(self.betas), "eps": self.eps}
+        groups = muon_groups(
+            module,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            rest=self.rest,
+            rest_lr=self.rest_lr,
+            rest_weight_decay=self.weight_decay,
+            rest_options=adamw if self.rest == "adamw" else {"momentum": self.momentum},
+            decay_norm_and_bias=self.decay_norm_and_bias,
+        )
+        return Muon(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
 
 
 def newton_schulz_of(group: Mapping[str, Any], grad: Tensor, buffer: Tensor, cotangent: Tensor | None = None) -> Tensor:
@@ -158,9 +139,9 @@ class Muon(Optimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
+        momentum: float = MuonOptions.momentum,
+        nesterov: bool = MuonOptions.nesterov,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -311,8 +292,8 @@ def muon_groups(
     *,
     lr: float,
     weight_decay: float = 0.1,
-    rest: str = "adamw",
-    rest_lr: float = 1e-3,
+    rest: str = MuonOptions.rest,
+    rest_lr: float = MuonOptions.rest_lr,
     rest_weight_decay: float = 0.0,
     rest_options: Mapping[str, Any] | None = None,
     decay_norm_and_bias: bool = True,

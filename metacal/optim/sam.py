@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,40 @@ from torch.optim import LBFGS, Optimizer
 
 from metacal.errors import require
 from metacal.network import on_copies
+from metacal.optim.basic import AdamOptions, AdamWOptions, OptimizerOptions, SGDOptions
+from metacal.optim.muon import MuonOptions
 from metacal.optim.transpose import TRANSPOSES, transposed_update
+from metacal.options import check_options, check_value, option, options_of
 
-__all__ = ["SAM", "ascent"]
+__all__ = ["BASES", "SAM", "SAMOptions", "ascent"]
+
+BASES: dict[str, type[OptimizerOptions]] = {
+    "sgd": SGDOptions,
+    "adam": AdamOptions,
+    "adamw": AdamWOptions,
+    "muon": MuonOptions,
+}
+"""What can be inside, by name."""
+
+
+@dataclass
+class SAMOptions:
+    """`SAM` around another optimizer, whose options stand beside these."""
+
+    base: Any = option("sgd", "the optimizer inside", parts=BASES)
+    rho: float = option(0.05, "length of the perturbation, in units of the parameters", low=0)
+    adaptive: bool = option(False, "the perturbation is scaled by |theta|")
+
+    whole_set: ClassVar[bool] = False
+
+    def check(self, prefix: str = "") -> None:
+        """As `OptimizerOptions.check`."""
+        check_options(self, prefix)
+        self.base.check(prefix)
+
+    def build(self, module: nn.Module, loss: str = "cross_entropy") -> Optimizer:
+        """The optimizer of a backbone's trainable parameters."""
+        return SAM(self.base.build(module, loss), self.rho, self.adaptive)
 
 
 @torch.no_grad()
@@ -73,15 +105,13 @@ class SAM(Optimizer):
     """
 
     # Optimizer.__init__ is not called: groups, state and hooks live in the base alone
-    def __init__(self, base: Optimizer, rho: float = 0.05, adaptive: bool = False) -> None:
+    def __init__(self, base: Optimizer, rho: float = SAMOptions.rho, adaptive: bool = SAMOptions.adaptive) -> None:
         require(isinstance(base, Optimizer), f"base must be a torch.optim.Optimizer, got {type(base).__name__}")
         require(
             not isinstance(base, (SAM, LBFGS)),
             f"base must be an optimizer whose step needs no closure, such as SGD or AdamW, got {type(base).__name__}",
         )
-        require(
-            isinstance(rho, (int, float)) and math.isfinite(rho) and rho >= 0, f"rho must be finite and >= 0, got {rho}"
-        )
+        check_value("rho", rho, options_of(SAMOptions)["rho"])
         self.base, self.rho, self.adaptive = base, float(rho), bool(adaptive)
         self._away: list[tuple[Tensor, Tensor]] | None = None
 

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metacal.errors import require, require_choice
+from metacal.errors import require
 from metacal.margins import descend_in_ball
-from metacal.penalties.evaluate import check_batch, check_number, logits_of
-from metacal.penalties.margin import NORMS
-from metacal.penalties.pixels import OUTSIDE, Pixels, check_pixels, to_inputs
+from metacal.options import option
+from metacal.penalties.evaluate import check_batch, logits_of
+from metacal.penalties.part import PenaltyPart
+from metacal.penalties.pixels import NORMS, OUTSIDE, RADIUS, Pixels, check_pixels, to_inputs
 
-__all__ = ["check_attack", "perturbed", "robust_kl"]
+__all__ = ["RobustKL", "perturbed", "robust_kl"]
+
+
+@dataclass
+class RobustKL(PenaltyPart):
+    """`robust_kl` as a penalty."""
+
+    eps: float = option(RADIUS, "radius of the attack, in pixels in [0, 1]", low=0)
+    alpha: float = option(2 / 255, "length of its steps, in pixels in [0, 1]", above=0)
+    steps: int = option(3, "number of its steps", low=1, must="an integer >= 1")
+    norm: str = option("linf", "of the perturbation", choices=NORMS)
+    pixels: Pixels | None = None
+
+    needs_pixels: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pixels(self.pixels)
+
+    def __call__(
+        self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
+    ) -> Tensor:
+        return robust_kl(model, x, y, self.eps, self.alpha, self.steps, self.norm, self.pixels, logits=logits)
 
 
 def robust_kl(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    eps: float = 8 / 255,
-    alpha: float = 2 / 255,
-    steps: int = 3,
-    norm: str = "linf",
+    eps: float = RobustKL.eps,
+    alpha: float = RobustKL.alpha,
+    steps: int = RobustKL.steps,
+    norm: str = RobustKL.norm,
     pixels: Pixels | None = None,
     *,
     logits: Tensor | None = None,
@@ -42,7 +68,7 @@ def robust_kl(
 
     Raises `InputError` for bad arguments and for inputs outside the pixel box.
     """
-    check_attack(eps, alpha, steps, norm, pixels)
+    RobustKL(eps, alpha, steps, norm, pixels)
     check_batch("robust_kl", model, x, y, inputs=True)
     if logits is None:
         logits = logits_of(model, x)
@@ -56,10 +82,10 @@ def perturbed(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    eps: float = 8 / 255,
-    alpha: float = 2 / 255,
-    steps: int = 3,
-    norm: str = "linf",
+    eps: float = RobustKL.eps,
+    alpha: float = RobustKL.alpha,
+    steps: int = RobustKL.steps,
+    norm: str = RobustKL.norm,
     pixels: Pixels | None = None,
 ) -> Tensor:
     """x^adv, like x and without graph: `steps` steps of projected gradient ascent on cross-entropy, from x.
@@ -67,7 +93,7 @@ def perturbed(
     With δ the perturbation in pixel units, one step is δ ← δ + α·sign(g) ("linf") or δ + α·g/‖g‖₂ ("l2"), with
     g the gradient of sample i's cross-entropy, then the projection on ‖δ‖ <= ε, then on pixels within [0, 1].
     """
-    check_attack(eps, alpha, steps, norm, pixels)
+    RobustKL(eps, alpha, steps, norm, pixels)
     check_batch("the attack", model, x, y, inputs=True)
     start = x.detach()
     mean, std = to_inputs(pixels, start)
@@ -89,12 +115,3 @@ def perturbed(
         # where rounding left a pixel just outside, the perturbation does not take it further
         delta = torch.minimum(torch.maximum(delta, (-pixel).clamp(max=0)), (1 - pixel).clamp(min=0))
     return start + delta / std
-
-
-def check_attack(eps: float, alpha: float, steps: int, norm: str, pixels: Pixels | None) -> None:
-    """Raise `InputError` for options that no attack can have."""
-    check_number("eps", eps, 0)
-    check_number("alpha", alpha, 0, strict=True)
-    check_number("steps", steps, 1, integer=True)
-    require_choice("norm", norm, NORMS)
-    check_pixels(pixels)

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, make_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from metacal.calibration.surrogates import BATCH_PENALTIES
+from metacal.calibration.surrogates import BATCH_PENALTIES, FIRST_ORDER
+from metacal.options import options_of
+from metacal.penalties.part import PenaltyPart
 
-__all__ = ["BatchPenalty", "builders"]
-
-
-class BatchPenalty:
-    """`(model, x, y, logits, features) -> surrogate(logits, y)`; no mean over samples, as `batchwise` says."""
-
-    batchwise = True
-
-    def __init__(self, surrogate: Callable[..., Tensor], **keys: Any) -> None:
-        self.surrogate = partial(surrogate, **keys)
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor, features: Tensor | None) -> Tensor:
-        return self.surrogate(logits, y)
+__all__ = ["BatchPenalty", "batch_penalties"]
 
 
-def builders() -> dict[str, Callable[..., BatchPenalty]]:
-    """`{name: builder}` of them all; a builder takes the surrogate's own keys."""
-    return {name: partial(BatchPenalty, surrogate) for name, surrogate in BATCH_PENALTIES.items()}
+@dataclass
+class BatchPenalty(PenaltyPart):
+    """`surrogate(logits, y)` with the surrogate's own options as fields; no mean over samples."""
+
+    batchwise: ClassVar[bool] = True
+    surrogate: ClassVar[Callable[..., Tensor]]
+
+    def __call__(
+        self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
+    ) -> Tensor:
+        return self.surrogate(logits, y, **vars(self))
+
+
+def batch_penalties() -> dict[str, type[BatchPenalty]]:
+    """One class for each of `metacal.calibration.surrogates.BATCH_PENALTIES`, by its name."""
+    return {name: _penalty_of(name, surrogate) for name, surrogate in BATCH_PENALTIES.items()}
+
+
+def _penalty_of(name: str, surrogate: Callable[..., Tensor]) -> type[BatchPenalty]:
+    function = surrogate.func if isinstance(surrogate, partial) else surrogate
+    options: list[Any] = [
+        (key, described.type, field(default=described.default, metadata={"option": described.option}))
+        for key, described in options_of(surrogate).items()
+    ]
+    own = {"surrogate": staticmethod(surrogate), "first_order": function in FIRST_ORDER, "__doc__": function.__doc__}
+    return make_dataclass(name, options, bases=(BatchPenalty,), namespace=own)

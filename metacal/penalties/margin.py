@@ -10,22 +10,82 @@ Source of the first two: "Too Sharp, Too Sure: When Calibration Follows Curvatur
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from metacal.autodiff.graph import require_second_derivative
-from metacal.errors import require, require_choice
+from metacal.errors import require
 from metacal.margins import dual_norm, true_margin
-from metacal.penalties.evaluate import check_batch, check_number, logits_of
-from metacal.penalties.pixels import Pixels, check_pixels, to_inputs
+from metacal.options import option
+from metacal.penalties.evaluate import check_batch, logits_of
+from metacal.penalties.part import PenaltyPart
+from metacal.penalties.pixels import NORMS, RADIUS, Pixels, check_pixels, to_inputs
 
-__all__ = ["check_tail", "margin_smoothness", "margin_tail", "mbls", "robust_margin_tail"]
+__all__ = [
+    "MarginSmoothness",
+    "MarginTail",
+    "MbLS",
+    "margin_smoothness",
+    "margin_tail",
+    "mbls",
+    "robust_margin_tail",
+]
 
-NORMS = ("linf", "l2")
+
+@dataclass
+class MarginTail(PenaltyPart):
+    """`margin_tail` of the margins, or `robust_margin_tail`, as a penalty."""
+
+    temperature: float = option(1.0, "T of mean exp(-m / T)", above=0)
+    clip: float = option(5.0, "from -m / T = clip on the exponential goes on as its tangent", low=0, infinite=True)
+    robust: bool = option(False, "of m - eps * norm of its gradient in the input")
+    eps: float = option(RADIUS, "robust: radius of the perturbation, in pixels in [0, 1]", low=0)
+    norm: str = option("linf", "robust: of the perturbation", choices=NORMS)
+    pixels: Pixels | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pixels(self.pixels)
+
+    @property
+    def needs_pixels(self) -> bool:  # type: ignore[override]
+        return self.robust
+
+    def __call__(
+        self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
+    ) -> Tensor:
+        if self.robust:
+            return robust_margin_tail(model, x, y, self.eps, self.temperature, self.norm, self.pixels, clip=self.clip)
+        return margin_tail(_given(logits, model, x), y, self.temperature, clip=self.clip)
 
 
-def margin_tail(logits: Tensor, labels: Tensor, temperature: float = 1.0, *, clip: float = 5.0) -> Tensor:
+@dataclass
+class MarginSmoothness(PenaltyPart):
+    """`margin_smoothness` as a penalty."""
+
+    def __call__(
+        self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
+    ) -> Tensor:
+        return margin_smoothness(model, x, y)
+
+
+@dataclass
+class MbLS(PenaltyPart):
+    """`mbls` as a penalty."""
+
+    margin: float = option(10.0, "logit distance from which on it costs", low=0)
+
+    def __call__(
+        self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
+    ) -> Tensor:
+        return mbls(_given(logits, model, x), y, self.margin)
+
+
+def margin_tail(
+    logits: Tensor, labels: Tensor, temperature: float = MarginTail.temperature, *, clip: float = MarginTail.clip
+) -> Tensor:
     """mean_i t(−m_i / T), an exponential that goes on as its tangent where it is large.
 
         t(s) = exp(s)                      for s <= c
@@ -40,7 +100,7 @@ def margin_tail(logits: Tensor, labels: Tensor, temperature: float = 1.0, *, cli
         temperature: T > 0. clip: c >= 0, in units of T; inf: none.
     Returns a scalar in float32 at least, differentiable in the logits.
     """
-    check_tail(temperature, clip)
+    MarginTail(temperature, clip)
     return _tail(true_margin(logits, labels), temperature, clip).mean()
 
 
@@ -48,12 +108,12 @@ def robust_margin_tail(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    eps: float = 8 / 255,
-    temperature: float = 1.0,
-    norm: str = "linf",
+    eps: float = MarginTail.eps,
+    temperature: float = MarginTail.temperature,
+    norm: str = MarginTail.norm,
     pixels: Pixels | None = None,
     *,
-    clip: float = 5.0,
+    clip: float = MarginTail.clip,
 ) -> Tensor:
     """`margin_tail` of the robust margin to first order, m_i − ε‖∇_x m_i‖_* (L1 for "linf", L2 for "l2").
 
@@ -61,10 +121,7 @@ def robust_margin_tail(
     Forward in the model's present mode, double backward for θ. Where samples share batch statistics, ∇_x m_i
     stands for ∂(Σ_j m_j)/∂x_i. Raises `InputError` as `margin_smoothness` does.
     """
-    check_tail(temperature, clip)
-    check_number("eps", eps, 0)
-    require_choice("norm", norm, NORMS)
-    check_pixels(pixels)
+    MarginTail(temperature, clip, True, eps, norm, pixels)
     check_batch("margin_tail with robust", model, x, y, inputs=True)
     margin, slope = _margin_and_slope("margin_tail with robust", model, x, y)
     _, std = to_inputs(pixels, x)
@@ -84,13 +141,13 @@ def margin_smoothness(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return slope.to(margin.dtype).square().sum() / len(x)
 
 
-def mbls(logits: Tensor, labels: Tensor | None = None, margin: float = 10.0) -> Tensor:
+def mbls(logits: Tensor, labels: Tensor | None = None, margin: float = MbLS.margin) -> Tensor:
     """mean_i Σ_k relu(max_j z_ij − z_ik − margin): logit distances above the margin cost. Labels are not read.
 
     Liu et al. 2022 ("The Devil is in the Margin") add 0.1 of it to cross-entropy.
     Args: logits (N, K); margin >= 0.
     """
-    check_number("margin", margin, 0)
+    MbLS(margin)
     require(
         isinstance(logits, Tensor) and logits.is_floating_point() and logits.ndim == 2,
         "logits must be a floating-point tensor of shape (N, K)",
@@ -99,9 +156,8 @@ def mbls(logits: Tensor, labels: Tensor | None = None, margin: float = 10.0) -> 
     return torch.relu(z.amax(1, keepdim=True) - z - margin).sum(1).mean()
 
 
-def check_tail(temperature: float, clip: float) -> None:
-    check_number("temperature", temperature, 0, strict=True)
-    require(isinstance(clip, (int, float)) and clip >= 0, f"clip must be >= 0 (inf: none), got {clip!r}")
+def _given(logits: Tensor | None, model: nn.Module, x: Tensor) -> Tensor:
+    return logits_of(model, x) if logits is None else logits
 
 
 def _tail(margin: Tensor, temperature: float, clip: float) -> Tensor:

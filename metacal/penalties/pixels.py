@@ -10,7 +10,13 @@ from torch import Tensor
 
 from metacal.errors import require
 
-__all__ = ["Pixels", "check_pixels", "to_inputs"]
+__all__ = ["NORMS", "RADIUS", "Pixels", "check_pixels", "to_inputs"]
+
+NORMS = ("linf", "l2")
+"""Of perturbations of the input."""
+
+RADIUS = 8 / 255
+"""The usual one for images, in pixels in [0, 1]."""
 
 OUTSIDE = 1e-3  # how far, in pixel units, rounding may carry a valid input out of [0, 1]
 

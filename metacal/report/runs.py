@@ -15,13 +15,13 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from metacal.compose import read_yaml
-from metacal.config import Config
+from metacal.config.files import read_yaml
+from metacal.config.resolve import complete
 from metacal.errors import InputError, require
 from metacal.predictions import Predictions
 from metacal.report.settings import flat_settings, is_bookkeeping, short_names, show_value, telling
@@ -217,10 +217,9 @@ def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
     """The finished runs among `paths`, and the others with the reason."""
     runs: list[Run] = []
     left_out: list[LeftOut] = []
-    defaults = flat_settings(asdict(Config()))
     for path in paths:
         try:
-            runs.append(_load_run(path, defaults))
+            runs.append(_load_run(path))
         except InputError as error:
             left_out.append(LeftOut(path, str(error)))
     known: dict[tuple[str, int, str], list[Run]] = {}
@@ -234,7 +233,7 @@ def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
     return runs, left_out
 
 
-def _load_run(path: Path, defaults: Mapping[str, Any]) -> Run:
+def _load_run(path: Path) -> Run:
     """Raises InputError with what is wrong, without the path."""
     require((path / "config.yaml").is_file(), "stopped before training began; its log.txt says why")
     try:
@@ -248,7 +247,7 @@ def _load_run(path: Path, defaults: Mapping[str, Any]) -> Run:
         summary = RunFolder(path).read_summary()
     except InputError:
         raise InputError("its summary.json is damaged or not that of a run") from None
-    settings = {**defaults, **flat_settings(config)}
+    settings = flat_settings(complete(config))
     return Run(
         path,
         {key: value for key, value in settings.items() if not is_bookkeeping(key)},

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 
-from metacal.compose import compose, config_dir
-from metacal.config import Config
+from metacal.config.resolve import complete
+from metacal.config.resolve import flat as flat_settings
+from metacal.config.words import config_dir
 from metacal.training.folder import NOT_IN_NAME
 
 __all__ = [
@@ -50,18 +51,6 @@ def is_bookkeeping(key: str) -> bool:
     return key in _BOOKKEEPING or (key.startswith("monitor.") and key != "monitor.val_every")
 
 
-def flat_settings(node: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; dictionaries without fixed keys (an objective) are one value."""
-    found: dict[str, Any] = {}
-    for key, value in node.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and name != "meta.objective":
-            found |= flat_settings(value, f"{name}.")
-        else:
-            found[name] = value
-    return found
-
-
 def show_value(value: Any) -> str:
     """A config value as on the command line."""
     if value is None or isinstance(value, bool):
@@ -72,27 +61,17 @@ def show_value(value: Any) -> str:
 
 
 @functools.cache
-def _base() -> Any:
-    """The config of no words, without its method, as plain data."""
-    return OmegaConf.to_container(OmegaConf.structured(compose(["~method"])))
-
-
-@functools.cache
 def defaults_of(group: str, option: str) -> Mapping[str, Any] | None:
     """What `compose([f"{group}={option}"])` gives, flat, without the method of no words; None if there is no such YAML.
 
-    Merged here, since Hydra takes a second for two of them.
+    Made without Hydra, which takes a second for two of them.
     """
     path = config_dir() / group / f"{option.split('/')[0]}.yaml"
     if not path.is_file():
         return None
-    own: Any = OmegaConf.load(path)
-    if not path.read_text().startswith("# @package _global_"):
-        own = {group: own}
-    base = {key: value for key, value in _base().items() if key != group or group == "method"}
-    merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Config), base, own))
-    assert isinstance(merged, dict)
-    return flat_settings(merged)
+    values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    whole = path.read_text().startswith("# @package _global_")
+    return flat_settings(complete(values if whole else {group: values}))
 
 
 def telling(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -23,9 +23,9 @@ from metacal.calibration.scaling import TemperatureScaling
 from metacal.data import Batches, Split, Transform
 from metacal.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from metacal.errors import require, require_choice
+from metacal.predict import predict
 from metacal.predictions import Predictions
 from metacal.report.drawing import clean
-from metacal.report.report import predict
 from metacal.report.tables import Cell, Column, Table, column_of, is_scaled
 
 if TYPE_CHECKING:

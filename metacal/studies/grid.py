@@ -18,8 +18,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from metacal.compose import PATH_KEYS, compose, config_dir, explain
 from metacal.config import Config
+from metacal.config.compose import PATH_KEYS, compose, config_dir, explain
 from metacal.errors import InputError, require, require_choice
 from metacal.report.runs import Run
 from metacal.studies.spec import read_spec

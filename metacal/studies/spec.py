@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from metacal.compose import read_yaml
+from metacal.config.files import read_yaml
 from metacal.errors import require, require_choice
 
 __all__ = ["REPORTS", "read_spec"]

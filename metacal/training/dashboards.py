@@ -13,53 +13,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from metacal.compose import config_dir
+from metacal.calibration.surrogates import SURROGATES
 from metacal.config import Config
-from metacal.config_checks import CHOICES, WITH_GAMMA
-from metacal.training.setup import learns_gamma
+from metacal.config.parts import learns, source_of
+from metacal.config.schema import keys
+from metacal.config.words import groups
+from metacal.monitors import MONITORS, Charts
 
 __all__ = ["METRICS", "experiment", "hyperparameters", "layout", "session_end", "session_start"]
 
-Charts = dict[str, dict[str, list[str]]]
-
-# Category -> chart -> the tags in it, as regular expressions that match from the start.
+# What the training loop logs itself; monitors bring the charts of what they log.
 _CHARTS: Charts = {
-    "calibration": {
-        "ECE": ["(train|val)/ece$"],
-        "NLL": ["(train|val)/nll$"],
-        "accuracy": ["(train|val)/accuracy$"],
-        "accuracy and mean confidence on val": ["val/(accuracy|confidence)$"],
-        "over- and underconfidence on val": ["val/(overconfidence|underconfidence)$"],
-        "ECE of equal mass and by class on val": ["val/(adaptive_ece|classwise_ece)$"],
-    },
-    "calibration on fixed subsets": {
-        "ECE": ["(train_subset|val_subset)/ece$"],
-        "NLL": ["(train_subset|val_subset)/nll$"],
-        "accuracy": ["(train_subset|val_subset)/accuracy$"],
-    },
-    "curvature beside ECE": {
-        "ECE": ["(train_subset|val_subset)/ece$"],
-        "Gauss-Newton sharpness, train and held out": ["curvature/(gn_sharpness|held_out_gn_sharpness)$"],
-        "sharpness over the edge of stability": ["curvature/edge_ratio$"],  # the edge itself would set the scale
-        "Hessian and mini-batch sharpness": ["curvature/(hessian|batch|preconditioned)_sharpness$"],
-        "traces": ["curvature/(gn_trace|hessian_trace)$"],
-    },
-    "gammas": {
-        "gamma": ["gamma/(mean|q05|q50|q95)$"],
-        "correlation with confidence": ["gamma/confidence_correlation$"],
-    },
     "outer problem": {
         "outer loss": ["meta/outer_loss$"],
         "hypergradient norm": ["meta/hypergradient_norm$"],
-    },
-    "margins": {
-        "quantiles of the true margin": ["(train_subset|val_subset)/margin_q(05|50|95)$"],
-        "margin moment Q": ["margin/q$", "(train_subset|val_subset)/certificate_q$"],
-        "certificate ratios": [
-            "margin/ratio_.*$",
-            "(train_subset|val_subset)/certificate_ratio_.*$",
-            "curvature/certificate_ratio$",
-        ],
     },
     "penalties": {
         "value": ["penalty/(?!.*_(share|grad_norm)$).*$"],
@@ -77,7 +44,6 @@ _CHARTS: Charts = {
         "monitors, ms": ["time/monitor_.*_ms$"],
     },
 }
-_NEEDS = {"curvature beside ECE": "curvature/"}  # without such a tag the category is left out
 
 
 def layout(tags: Iterable[str]) -> Charts:
@@ -87,14 +53,14 @@ def layout(tags: Iterable[str]) -> Charts:
     def filled(patterns: Iterable[str]) -> bool:
         return any(re.match(pattern, tag) for pattern in patterns for tag in tags)
 
-    found: Charts = {}
-    for category, charts in _CHARTS.items():
-        if category in _NEEDS and not filled([_NEEDS[category]]):
-            continue
-        shown = {chart: patterns for chart, patterns in charts.items() if filled(patterns)}
-        if shown:
-            found[category] = shown
-    return found
+    needs = {category: tag for part in MONITORS.values() for category, tag in part.needs.items()}
+    shown: Charts = {}
+    for charts in (*(part.charts for part in MONITORS.values()), _CHARTS):
+        for category, patterns in ((c, p) for c, p in charts.items() if c not in needs or filled([needs[c]])):
+            for chart, tags_of_chart in patterns.items():
+                if filled(tags_of_chart):
+                    shown.setdefault(category, {}).setdefault(chart, []).extend(tags_of_chart)
+    return shown
 
 
 # The metrics of the HParams tab: tag -> description. It shows the first five until told otherwise.
@@ -127,9 +93,8 @@ def hyperparameters(config: Config) -> dict[str, str | float | bool | None]:
     numbers.
     """
     weights = {f.name: getattr(config.penalties, f.name).weight for f in fields(config.penalties)}
-    focal, meta = config.loss.name in WITH_GAMMA, config.meta
-    smoothing = config.loss.name == "label_smoothing"
-    learns = learns_gamma(config)
+    focal, outer, meta = source_of(config) is not None, learns(config), config.meta
+    gamma = config.gamma if focal and config.gamma.source == "fixed" else None
     objective = meta.objective if isinstance(meta.objective, str) else " + ".join(sorted(meta.objective))
     return {
         "method": config.method,
@@ -145,13 +110,13 @@ def hyperparameters(config: Config) -> dict[str, str | float | bool | None]:
         "precision": config.precision,
         "loss": config.loss.name,
         "gamma": config.gamma.source if focal else None,
-        "gamma_value": config.gamma.value if focal and config.gamma.source == "fixed" else None,
-        "smoothing": config.loss.smoothing if smoothing else None,
+        "gamma_value": None if gamma is None else gamma.value,
+        "smoothing": getattr(config.loss, "smoothing", None),
         "mixup": config.data.mixup,
-        "meta_objective": objective if learns else None,
-        "meta_lr": meta.lr if learns else None,
-        "meta_every": meta.every if learns else None,
-        "meta_engine": meta.engine if learns else None,
+        "meta_objective": objective if outer else None,
+        "meta_lr": meta.lr if outer else None,
+        "meta_every": meta.every if outer else None,
+        "meta_engine": meta.engine if outer else None,
         "penalties": " + ".join(sorted(name for name, weight in weights.items() if weight > 0)) or "none",
         **{f"penalty_{name}": weight for name, weight in weights.items()},
     }
@@ -159,16 +124,16 @@ def hyperparameters(config: Config) -> dict[str, str | float | bool | None]:
 
 def _choices(name: str, config: Config) -> set[str]:
     """Values that other runs may have in a column of strings, as far as they are known."""
-    if name in ("method", "optimizer", "schedule", "model", "data"):
-        return {path.stem for path in (config_dir() / name).glob("*.yaml")}
+    if name in groups():
+        return set(groups()[name])
     if name == "penalties":
         return {"none", *(f.name for f in fields(config.penalties))}
+    if name == "meta_objective":
+        return set(SURROGATES)
     key = {"loss": "loss.name", "gamma": "gamma.source", "meta_engine": "meta.engine", "precision": "precision"}.get(
         name
     )
-    if name == "meta_objective":
-        return {"sece"}
-    return set(CHOICES[key]) if key else set()
+    return set(keys()[key].option.names) if key else set()
 
 
 def experiment(config: Config) -> Any:

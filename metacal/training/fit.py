@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from metacal import deploy
 from metacal.calibration import TemperatureScaling
-from metacal.compose import compose, to_yaml
 from metacal.config import Config
+from metacal.config.compose import compose, to_yaml
 from metacal.data import InputKind
 from metacal.data.kind import remember
 from metacal.deploy import CalibratedModel
@@ -23,8 +23,9 @@ from metacal.errors import did_you_mean, require
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode, training_mode
 from metacal.penalties import Pixels
+from metacal.predict import predict
 from metacal.predictions import Predictions
-from metacal.report.report import Report, predict
+from metacal.report.report import Report
 from metacal.training.fit_data import evaluation_data, prepare_fit
 from metacal.training.folder import RunFolder
 from metacal.training.logging import ConsoleLog, RunLog

@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from metacal.compose import parse_config, read_config, read_yaml
 from metacal.config import Config
+from metacal.config.compose import parse_config, read_config
+from metacal.config.files import read_yaml
 from metacal.errors import InputError, note, require
 from metacal.jsonio import to_json
 from metacal.training import checkpoint

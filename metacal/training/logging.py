@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from metacal.compose import to_yaml
 from metacal.config import Config
+from metacal.config.compose import to_yaml
 from metacal.errors import RunError, note
 from metacal.training import dashboards
 from metacal.training.folder import read_metrics

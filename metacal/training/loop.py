@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from metacal.bilevel import NonFiniteError
 from metacal.config import Config
+from metacal.config.parts import schedule_of
 from metacal.errors import InputError, RunError, require
 from metacal.margins import true_margin
-from metacal.optim import learning_rate_factor
+from metacal.monitors import State, Watch
+from metacal.optim.schedule import factor_at
+from metacal.predict import predict
 from metacal.report.figures import gamma_scatter, reliability_diagram
-from metacal.report.report import predict
 from metacal.training import checkpoint
 from metacal.training.logging import FIGURE_SHARE, ConsoleLog, RunLog
-from metacal.training.monitors import State, Watch
 from metacal.training.running import RunningMeasures
 from metacal.training.setup import Parts
 
@@ -78,6 +79,7 @@ def train(
     step, train_batches = parts.step, parts.train
     per_epoch = len(train_batches)
     total = config.epochs * per_epoch
+    schedule, warmup_steps = schedule_of(config), round(config.schedule.warmup_epochs * per_epoch)
     base_lrs = [group["initial_lr"] for group in parts.optimizer.param_groups]
     save_every = max(1, round(config.checkpoint_every * per_epoch))
     log_every = config.monitor.log_every
@@ -104,7 +106,7 @@ def train(
     ended = False
     while p.epoch < config.epochs and not ended:
         for x, y in train_batches.epoch(p.epoch, start=p.batch):
-            factor = _learning_rate_factor(config, p.step, total, per_epoch)
+            factor = factor_at(p.step, total, warmup_steps, schedule)
             for group, lr in zip(parts.optimizer.param_groups, base_lrs):
                 group["lr"] = lr * factor
 
@@ -177,19 +179,6 @@ def train(
         log.figures(_figures(config, state, running), p.step)
     console.stop()
     return p, best
-
-
-def _learning_rate_factor(config: Config, step: int, total: int, per_epoch: int) -> float:
-    s = config.schedule
-    return learning_rate_factor(
-        step,
-        total,
-        name=s.name,
-        warmup_steps=round(s.warmup_epochs * per_epoch),
-        milestones=s.milestones,
-        factor=s.factor,
-        final=s.final,
-    )
 
 
 def require_finite_weights(module: nn.Module, step: int, folder: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import shlex
 import signal
@@ -17,18 +18,19 @@ import torch
 from rich.console import Console
 
 from metacal import deploy
-from metacal.compose import to_yaml
 from metacal.config import Config
+from metacal.config.compose import to_yaml
 from metacal.data import Batches, Data
 from metacal.errors import InputError, note, require
-from metacal.report.report import Report, predict
+from metacal.monitors import MONITORS, Monitor, Watch, Watched
+from metacal.options import made
+from metacal.predict import predict
+from metacal.report.report import Report
 from metacal.report.tables import comparison
 from metacal.training import checkpoint
-from metacal.training.curvature_monitor import CurvatureMonitor
 from metacal.training.folder import RunFolder, require_same_config, versions
 from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import Progress, restore, train
-from metacal.training.monitors import CalibrationMonitor, GammaMonitor, MarginMonitor, Monitor, SubsetMonitor, Watch
 from metacal.training.setup import (
     Parts,
     build_backbone,
@@ -181,37 +183,26 @@ def _mend(folder: RunFolder, state: Mapping[str, Any]) -> None:
 def build_watch(config: Config, parts: Parts) -> Watch:
     """The monitors that `config.monitor` asks for. The calibration of val is always there: it selects the epoch."""
     m = config.monitor
-    monitors: list[Monitor] = [CalibrationMonitor(m.n_bins)]
-    if m.name == "off":
-        return Watch(monitors)
-    monitors.append(MarginMonitor(m.n_bins))
-    if parts.gamma is not None:
-        monitors.append(GammaMonitor(min(m.log_every, len(parts.train))))
-    if m.every:
-        if not isinstance(parts.train, Batches) or not isinstance(parts.val, Batches):
+
+    @functools.cache
+    def subset(split: str) -> tuple[torch.Tensor, torch.Tensor]:
+        batches = {"train": parts.train, "val": parts.val}[split]
+        if not isinstance(batches, Batches):
             raise InputError("monitor.every needs data that can be indexed, not a DataLoader; set it to 0")
-        subsets = {
-            name: fixed_subset(batches.split, m.subset, name)
-            for name, batches in (("train_subset", parts.train), ("val_subset", parts.val))
-        }
-        for name, (x, y) in subsets.items():
-            monitors.append(SubsetMonitor(name, x, y, m.every, m.n_bins, m.robust_eps))
-        if m.curvature:
-            x, y = subsets["train_subset"]
-            monitors.append(
-                CurvatureMonitor(
-                    x,
-                    y,
-                    m.every,
-                    tol=m.tolerance,
-                    batch_size=parts.train.batch_size,
-                    certificate=m.certificate if config.loss.name != "mse" else 0,  # a bound for cross-entropy
-                    seed=config.seed,
-                    loss=curvature_loss(config),
-                    held_out=subsets["val_subset"],
-                )
-            )
-    return Watch(monitors, m.max_share)
+        return fixed_subset(batches.split, m.subset, f"{split}_subset")
+
+    watched = Watched(
+        keys=m,
+        subset=subset,
+        loss=curvature_loss(config),
+        has_gamma=parts.gamma is not None,
+        per_epoch=len(parts.train),
+        batch_size=parts.train.batch_size if isinstance(parts.train, Batches) else config.data.batch_size,
+        seed=config.seed,
+    )
+    names = ["calibration"] if m.name == "off" else list(MONITORS)
+    monitors: list[Monitor] = [x for name in names for x in made(MONITORS[name], m).build(watched)]
+    return Watch(monitors, None if m.name == "off" else m.max_share)
 
 
 def _measure(

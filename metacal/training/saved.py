@@ -9,8 +9,8 @@ from metacal.config import Config
 from metacal.data import Data
 from metacal.errors import note, require
 from metacal.models import Backbone
+from metacal.predict import predict
 from metacal.predictions import Predictions
-from metacal.report.report import predict
 from metacal.training import checkpoint
 from metacal.training.folder import check_run, recorded_config
 from metacal.training.setup import build_backbone, choose_device, evaluation_batches, prepare_data

@@ -79,7 +79,7 @@ def main() -> None:
 
 def train(words: list[str], arm: str, place: Path) -> tuple[float, float, int]:
     """CPU seconds of one training, of the figures drawn when it is over, and its steps."""
-    from metacal.compose import compose
+    from metacal.config.compose import compose
     from metacal.training.logging import ConsoleLog, RunLog
     from metacal.training.loop import train as train_loop
     from metacal.training.run import build_watch

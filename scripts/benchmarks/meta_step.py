@@ -35,9 +35,9 @@ from torch.optim import SGD, Adam
 from metacal import losses
 from metacal.bilevel import MetaStep
 from metacal.calibration.surrogates import sece
-from metacal.config import ModelConfig
 from metacal.gamma import GammaNet
 from metacal.models import Backbone, build_model
+from metacal.models.options import ModelConfig
 
 ENGINES: dict[str, tuple[str, dict[str, object]]] = {
     "forward": ("forward", {}),

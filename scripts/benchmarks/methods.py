@@ -31,7 +31,7 @@ def main() -> None:
 
     import torch
 
-    from metacal.compose import config_dir
+    from metacal.config.compose import config_dir
 
     torch.set_num_threads(arguments.threads)
     clock = time.perf_counter if arguments.clock == "wall" else time.process_time
@@ -73,7 +73,7 @@ class Loop:
     def __init__(self, words: list[str]) -> None:
         import torch
 
-        from metacal.compose import compose
+        from metacal.config.compose import compose
         from metacal.data import as_batches
         from metacal.models import Backbone, build_model
         from metacal.training.fit import pixels_as_said

@@ -40,7 +40,7 @@ def main() -> None:
 
     from images import write_images
 
-    from metacal.compose import compose
+    from metacal.config.compose import compose
     from metacal.studies.grid import load_series
     from metacal.training.folder import RunFolder
     from metacal.training.run import run

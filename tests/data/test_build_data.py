@@ -12,8 +12,8 @@ import torch
 import torchvision.datasets
 from PIL import Image
 
-from metacal.config import DataConfig
 from metacal.data import Batches, Data, build_data
+from metacal.data.options import DataConfig
 from metacal.errors import InputError
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metacal.config import ModelConfig
 from metacal.errors import InputError
 from metacal.models import Backbone, build_model, model_names
+from metacal.models.options import ModelConfig
 
 # Small members of every family, for tests that run the model.
 SMALL = {

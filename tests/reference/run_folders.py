@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from metacal.calibration import TemperatureScaling, accuracy
-from metacal.compose import compose, to_yaml
 from metacal.config import Config
+from metacal.config.compose import compose, to_yaml
 from metacal.predictions import Predictions
 
 

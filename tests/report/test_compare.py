@@ -16,7 +16,7 @@ from reference.run_folders import write_run
 from scipy import stats
 
 from metacal.calibration import MEASURES, TemperatureScaling
-from metacal.compose import config_dir
+from metacal.config.compose import config_dir
 from metacal.errors import InputError
 from metacal.jsonio import to_json
 from metacal.report.compare import compare_runs, load_predictions

@@ -10,6 +10,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from metacal.monitors import CalibrationMonitor, State
 from reference.run_folders import write_run
 
 from metacal.calibration import MEASURES, CalibrationAccumulator, bootstrap, bootstrap_all, compare
@@ -20,7 +21,6 @@ from metacal.report.compare import compare_runs
 from metacal.report.html import comparison_page
 from metacal.report.runs import find_runs, group_runs, load_runs
 from metacal.report.tables import column_of, comparison
-from metacal.training.monitors import CalibrationMonitor, State
 
 FILE = """
 from metacal.calibration import MEASURES, Measure, Streamed

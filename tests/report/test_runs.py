@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 from reference.run_folders import made_up, write_run
 
-from metacal.compose import compose, config_dir
+from metacal.config.compose import compose, config_dir
 from metacal.errors import InputError
 from metacal.report.caveats import unequal_conditions, unequal_data, unequal_times
 from metacal.report.runs import find_runs, group_runs, load_runs, require_same_samples

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metacal.compose import compose
+from metacal.config.compose import compose
 from metacal.errors import InputError
 from metacal.studies.grid import expand, grid_jobs, load_study, study_names
 from metacal.training.folder import folder_of
@@ -99,7 +99,7 @@ def test_jobs_are_those_of_the_single_commands():
 
 
 def test_a_config_file_is_where_a_grid_can_start(tmp_path):
-    from metacal.compose import to_yaml
+    from metacal.config.compose import to_yaml
 
     file = tmp_path / "mine.yaml"
     file.write_text(to_yaml(compose(["method=focal", "epochs=7"])))
@@ -109,7 +109,7 @@ def test_a_config_file_is_where_a_grid_can_start(tmp_path):
 
 
 def test_a_run_of_another_config_in_the_folder_is_refused(tmp_path):
-    from metacal.compose import to_yaml
+    from metacal.config.compose import to_yaml
 
     words = [f"runs={tmp_path}", "method=focal", "seed=0,1"]
     folder = grid_jobs(words)[0].folder
@@ -159,7 +159,11 @@ def test_a_study_from_a_file_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("groups", "words", "message"),
     [
-        ("  f2: {words: [gamma.value=2]}\n", ["gamma.value=3"], "gamma.value=3 cannot be given.* gamma.value=2 .*'f2'"),
+        (
+            "  f2: {words: [method=focal, gamma.value=2]}\n",
+            ["gamma.value=3"],
+            "gamma.value=3 cannot be given.* gamma.value=2 .*'f2'",
+        ),
         ("  f2: {sweep: {seed: [0, 1]}}\n", ["seed=3"], "the study sweeps over seed"),
         ("  a: {words: [threads=1]}\n  b: {words: [threads=2]}\n", [], "two groups need other words.* a and b would"),
         ("  a: {sweep: {threads: [1, 2]}}\n", [], "threads cannot be swept over: a threads=1 and a threads=2"),

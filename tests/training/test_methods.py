@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 import metacal
-from metacal import config_checks
-from metacal.calibration.surrogates import BATCH_PENALTIES
-from metacal.compose import compose, config_dir
-from metacal.config import PenaltiesConfig
+from metacal.config.compose import compose, config_dir
 from metacal.errors import InputError
-from metacal.losses import LOSSES
-from metacal.objective import TAKES_GAMMA
-from metacal.optim import OPTIMIZERS as OPTIMIZER_NAMES
-from metacal.penalties import PENALTIES
 from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import Progress, complete_state, restore, train
 from metacal.training.run import build_watch
@@ -192,17 +183,6 @@ def test_gradient_descent_takes_the_whole_set_in_parts_of_any_size(method: str) 
 def test_bad_words_are_refused_before_anything_is_done(words: list[str], match: str) -> None:
     with pytest.raises(InputError, match=match):
         compose(words)
-
-
-def test_the_schema_knows_every_part_by_its_name() -> None:
-    assert {f.name for f in fields(PenaltiesConfig)} == set(PENALTIES)
-    for f in fields(PenaltiesConfig):
-        options = set(vars(getattr(PenaltiesConfig(), f.name))) - {"weight", "every", "ramp"}
-        assert options <= set(inspect.signature(PENALTIES[f.name]).parameters), f.name
-    assert set(config_checks.CHOICES["loss.name"]) == set(LOSSES)
-    assert set(config_checks.BATCH_PENALTIES) == set(BATCH_PENALTIES)
-    assert {*config_checks.WITH_GAMMA, "label_smoothing"} == set(TAKES_GAMMA)
-    assert config_checks.CHOICES["optimizer.name"] == OPTIMIZER_NAMES
 
 
 def test_penalties_on_pixels_need_to_know_these() -> None:

@@ -14,10 +14,9 @@ from metacal.calibration import ece, kce
 from metacal.cli import main
 from metacal.curvature import gn_sharpness, hessian_sharpness
 from metacal.models import Backbone
+from metacal.monitors import CurvatureMonitor, GammaMonitor, MarginMonitor, State, SubsetMonitor, Watch
 from metacal.optim import SAM, Muon
 from metacal.predictions import Predictions
-from metacal.training.curvature_monitor import CurvatureMonitor
-from metacal.training.monitors import GammaMonitor, MarginMonitor, State, SubsetMonitor, Watch
 
 
 @pytest.fixture
@@ -164,7 +163,7 @@ class Clocked:
 @pytest.fixture
 def now(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("metacal.training.monitors.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("metacal.monitors.watch.time.perf_counter", lambda: clock[0])
     return clock
 
 

@@ -368,7 +368,7 @@ def test_an_unwritable_folder_says_so(tmp_path, capsys):
 
 @pytest.mark.parametrize("epochs", [1, 7, 10, 100])
 def test_the_focal_schedule_takes_its_steps_whatever_the_epochs(epochs):
-    from metacal.compose import compose
+    from metacal.config.compose import compose
     from metacal.training.setup import build_gamma
 
     source = build_gamma(compose(["method=focal_schedule", f"epochs={epochs}"]), None, None)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from metacal.cli import main
-from metacal.compose import compose
+from metacal.config.compose import compose
 from metacal.training import dashboards
 from metacal.training.logging import RunLog
 from metacal.training.running import RunningMeasures

@@ -1,46 +1,30 @@
-"""Where the gamma of the focal loss comes from.
-
-A gamma source is a module called as
-
-    gamma = source(features, logits=logits, labels=labels, inputs=inputs, epoch=epoch)
-
-with the batch's penultimate features `(N, D)`, its logits `(N, K)`, labels `(N,)`, network inputs `(N, ...)` and the
-epoch, a number. It returns one gamma per sample `(N,)` or one for all, a 0-d tensor. Each source reads what it needs
-and ignores the rest; none of them sends a gradient back into the backbone. Two optional attributes complete it:
-
-- `observe(features, ...)`, same arguments: called once for every training batch, before the source is; running
-statistics
-  live here, so that evaluating a source never changes it;
-- `layer`: the name of a module of the backbone whose output, pooled to `(N, D)`, is passed as the features.
-
-`LearnedSmoothing` has the same interface and gives the α of `losses.label_smoothing` in place of a gamma.
-"""
+"""Sources with parameters, which the outer problem learns: one gamma, one for each sample, or a smoothing."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metacal.calibration.binning import bin_edges, reliability_bins
 from metacal.errors import InputError, require
-from metacal.predictions import Predictions
+from metacal.gamma.options import Around, SourceOptions
+from metacal.losses import label_smoothing
+from metacal.modes import evaluation_mode
+from metacal.options import option, options_of
 
 __all__ = [
-    "FLSD",
     "INPUTS",
-    "AdaFocal",
-    "FixedGamma",
     "GammaNet",
+    "GammaNetOptions",
     "LearnedSmoothing",
     "ScalarGamma",
-    "StepGamma",
+    "ScalarOptions",
+    "SmoothingOptions",
     "cap",
-    "flsd_gamma",
     "pool",
     "uncap",
 ]
@@ -48,13 +32,88 @@ __all__ = [
 INPUTS = ("features", "noise", "random", "layer")
 """What a `GammaNet` can look at: the features, noise, fixed random features of the input, another layer's output."""
 
+SMOOTHING: float = options_of(label_smoothing)["smoothing"].default
 
-def flsd_gamma(logits: Tensor, labels: Tensor) -> Tensor:
-    """FLSD-53 (Mukhoti et al. 2020): gamma = 5 where p_y < 0.2, else 3. Shapes `(N, K)`, `(N,)` -> `(N,)`, detached."""
-    logits = logits.detach()
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    p = F.softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return torch.where(p < 0.2, 5.0, 3.0).to(logits.dtype)
+
+@dataclass
+class ScalarOptions(SourceOptions):
+    """`ScalarGamma`."""
+
+    init: float = option(1.0, "gamma at the start", above=0)
+    max: float = option(50.0, "the smooth cap of gamma", above=0)
+    tau: float = option(1.0, "the scale of the score behind gamma", above=0)
+
+    learned: ClassVar[bool] = True
+
+    def check(self, prefix: str = "") -> None:
+        super().check(prefix)
+        require(self.init < self.max, f"{prefix}init must be < {prefix}max={self.max}, got {self.init}")
+
+    def build(self, around: Around) -> nn.Module:
+        return ScalarGamma(self.init, self.tau, self.max)
+
+
+@dataclass
+class GammaNetOptions(ScalarOptions):
+    """`GammaNet`."""
+
+    hidden: int = option(64, "width of the hidden layer", low=1)
+    input: str = option("features", "what it looks at", choices=INPUTS)
+    layer: str | None = option(None, "with input=layer: the module of the backbone whose output it looks at")
+    label_aware: bool = option(False, "the one-hot label is appended to the input")
+
+    def check(self, prefix: str = "") -> None:
+        super().check(prefix)
+        require(
+            (self.input == "layer") == (self.layer is not None),
+            f"{prefix}layer names a module of the backbone and goes with {prefix}input=layer, got layer {self.layer} "
+            f"with input {self.input}",
+        )
+
+    def build(self, around: Around) -> nn.Module:
+        return GammaNet(
+            around.backbone.in_features if self.layer is None else _width_of(self.layer, around),
+            hidden=self.hidden,
+            tau=self.tau,
+            gamma_init=self.init,
+            gamma_max=self.max,
+            input=self.input,
+            layer=None if self.layer is None else f"net.{self.layer}",  # a Backbone holds the model as `net`
+            num_classes=around.backbone.n_classes if self.label_aware else 0,
+            seed=around.seed,
+        )
+
+
+@dataclass
+class SmoothingOptions:
+    """Whether the smoothing of `losses.label_smoothing` is learned, by `LearnedSmoothing`."""
+
+    learn_smoothing: str = option(
+        "no",
+        "label_smoothing: learned by the outer problem, one for all or one for each class",
+        choices=("no", "scalar", "class"),
+    )
+
+    def build(self, around: Around, init: float) -> nn.Module:
+        """The source, with `init` as the first α."""
+        per_class = self.learn_smoothing == "class"
+        return LearnedSmoothing(per_class, around.backbone.n_classes if per_class else 0, init=init)
+
+
+def _width_of(name: str, around: Around) -> int:
+    """How many numbers a sample gives at the output of a module of the backbone."""
+    backbone = around.backbone
+    modules = dict(backbone.net.named_modules())
+    require(name in modules, f"gamma.layer must name a module of the backbone, got {name!r}")
+    widths: list[int] = []
+    hook = modules[name].register_forward_hook(lambda _m, _i, output: widths.append(pool(output, name).shape[1]))
+    try:
+        with torch.no_grad(), evaluation_mode(backbone):
+            backbone(around.inputs())
+    finally:
+        hook.remove()
+    require(bool(widths), f"gamma.layer={name} is not run in the backbone's forward pass")
+    return widths[0]
 
 
 def cap(score: Tensor, tau: float, gamma_max: float) -> Tensor:
@@ -91,133 +150,15 @@ def pool(output: object, layer: str | None = None) -> Tensor:
     return output.mean(dim=1 if output.dim() == 3 else (2, 3))
 
 
-class FixedGamma(nn.Module):
-    """One gamma for every sample, never changed."""
-
-    value: Tensor
-
-    def __init__(self, value: float = 1.0) -> None:
-        super().__init__()
-        require(value >= 0, f"value must be >= 0, got {value}")
-        self.register_buffer("value", torch.tensor(float(value)), persistent=False)
-
-    def forward(self, features: Tensor | None = None, **_: object) -> Tensor:
-        return self.value
-
-
-class StepGamma(nn.Module):
-    """A gamma that changes with the epoch: `values[0]` at first, `values[i]` from epoch `milestones[i - 1]` on.
-
-    milestones: increasing epochs, whole or not (`metacal train` makes them of the fractions `gamma.milestones`);
-    values: one more than milestones, each >= 0.
-    """
-
-    def __init__(self, milestones: Sequence[float], values: Sequence[float]) -> None:
-        super().__init__()
-        require(
-            len(values) == len(milestones) + 1,
-            f"values must have one entry more than milestones ({len(milestones)}), got {len(values)}",
-        )
-        require(
-            all(a < b for a, b in itertools.pairwise(milestones)),
-            f"milestones must increase, got {list(milestones)}",
-        )
-        require(all(v >= 0 for v in values), f"values must be >= 0, got {list(values)}")
-        self.milestones = tuple(milestones)
-        self.values = tuple(float(v) for v in values)
-
-    def forward(
-        self, features: Tensor | None = None, *, logits: Tensor | None = None, epoch: float = 0, **_: object
-    ) -> Tensor:
-        value = self.values[sum(epoch >= m for m in self.milestones)]
-        device = None if logits is None else logits.device
-        return torch.tensor(value, device=device)
-
-
-class FLSD(nn.Module):
-    """Sample-dependent schedule FLSD-53 of `flsd_gamma`: 5 where the true class has p < 0.2, else 3."""
-
-    def forward(self, features: Tensor | None = None, *, logits: Tensor, labels: Tensor, **_: object) -> Tensor:
-        return flsd_gamma(logits, labels)
-
-
-class AdaFocal(nn.Module):
-    """Gammas by bins of p_y, steered by the calibration of held-out predictions (Ghosh et al. 2022).
-
-    For the loss `losses.adafocal`. `update` moves the gamma of every bin b by the gap of its held-out samples:
-
-        E_b = conf_b - acc_b
-        gamma_b <- gamma_b · exp(rate · E_b)     if gamma_b > 0, focal: more of it where the network is overconfident
-        gamma_b <- gamma_b · exp(-rate · E_b)    if gamma_b < 0, inverse focal
-        gamma_b <- -threshold · sign(gamma_b)    if then |gamma_b| < threshold: from one loss to the other
-        gamma_b <- clip(gamma_b, gamma_min, gamma_max)
-
-    A training sample gets the gamma of the bin in which its p_y lies, as the paper has it: the bins are made of
-    held-out *confidences* (of the predicted class), into which the probabilities of the true class are sorted.
-
-    Choices where the paper leaves one: bins are (lower, upper], of equal mass as `calibration.reliability_bins` makes
-    them (equal confidences share a bin); a bin that ties leave empty keeps its gamma; probabilities outside all bins
-    go to the first or last one. Before the first update the bins have equal width and every gamma is `gamma_init`.
-    Give `update` samples by which no model is selected, since the training then depends on them.
-
-    n_bins: M. rate: λ of the paper. threshold: S_th, >= 0. The state is in buffers, which checkpoints carry: `gammas`
-    `(M,)` and `upper` `(M,)`, the bins' upper edges.
-    """
-
-    gammas: Tensor
-    upper: Tensor
-
-    def __init__(
-        self,
-        n_bins: int = 15,
-        rate: float = 1.0,
-        gamma_init: float = 1.0,
-        *,
-        threshold: float = 0.2,
-        gamma_max: float = 20.0,
-        gamma_min: float = -2.0,
-    ) -> None:
-        super().__init__()
-        require(0 < rate < math.inf, f"rate must be > 0, got {rate}")
-        require(threshold >= 0, f"threshold must be >= 0, got {threshold}")
-        require(
-            gamma_min <= -threshold and threshold <= gamma_max,
-            f"gamma_min and gamma_max must be at or beyond -threshold and threshold = {threshold}, "
-            f"got {gamma_min} and {gamma_max}",
-        )
-        require(
-            gamma_min <= gamma_init <= gamma_max and abs(gamma_init) >= threshold and gamma_init != 0,
-            f"gamma_init must be in [{gamma_min}, {gamma_max}], not 0 and at least threshold = {threshold} in size, "
-            f"got {gamma_init}",
-        )
-        self.rate, self.threshold = rate, threshold
-        self.gamma_min, self.gamma_max = gamma_min, gamma_max
-        self.register_buffer("upper", bin_edges(n_bins)[1:].float())
-        self.register_buffer("gammas", torch.full((n_bins,), float(gamma_init)))
-
-    @torch.no_grad()
-    def update(self, predictions: Predictions) -> None:
-        """One step of the rule above, from held-out predictions: once an epoch, or every so many steps."""
-        bins = reliability_bins(predictions, len(self.gammas), adaptive=True)
-        # in the buffer's precision: a gamma that was put at the threshold must not look smaller than it
-        gap = ((bins.confidence_sum - bins.correct) / bins.count.clamp(min=1)).to(self.gammas)
-        sign = self.gammas.sign()
-        moved = self.gammas * torch.exp(sign * self.rate * gap)
-        moved = torch.where(moved.abs() < self.threshold, -self.threshold * sign, moved)
-        empty = (bins.count == 0).to(moved.device)
-        self.gammas.copy_(torch.where(empty, self.gammas, moved.clamp(self.gamma_min, self.gamma_max)))
-        self.upper.copy_(bins.upper)
-
-    def forward(self, features: Tensor | None = None, *, logits: Tensor, labels: Tensor, **_: object) -> Tensor:
-        """The gamma of each sample `(N,)`, a constant."""
-        p = F.softmax(logits.detach().to(self.upper.dtype), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        return self.gammas[torch.bucketize(p, self.upper[:-1])]
-
-
 class ScalarGamma(nn.Module):
     """One learned gamma for every sample, the simplest meta-learner: gamma = cap(score) as in `GammaNet`."""
 
-    def __init__(self, gamma_init: float = 1.0, tau: float = 1.0, gamma_max: float = 50.0) -> None:
+    def __init__(
+        self,
+        gamma_init: float = ScalarOptions.init,
+        tau: float = ScalarOptions.tau,
+        gamma_max: float = ScalarOptions.max,
+    ) -> None:
         super().__init__()
         self.tau, self.gamma_max = tau, gamma_max
         self.score = nn.Parameter(torch.tensor(uncap(gamma_init, tau, gamma_max)))
@@ -237,7 +178,7 @@ class LearnedSmoothing(nn.Module):
     n_classes: K, needed for `per_class` alone. init: the first α.
     """
 
-    def __init__(self, per_class: bool = False, n_classes: int = 0, init: float = 0.05) -> None:
+    def __init__(self, per_class: bool = False, n_classes: int = 0, init: float = SMOOTHING) -> None:
         super().__init__()
         require(not per_class or n_classes >= 2, f"n_classes must be >= 2 with per_class, got {n_classes}")
         require(0 < init < 1, f"init must be between 0 and 1, both exclusive, got {init}")
@@ -285,12 +226,12 @@ class GammaNet(nn.Module):
     def __init__(
         self,
         in_features: int,
-        hidden: int = 64,
-        tau: float = 1.0,
-        gamma_init: float = 1.0,
-        gamma_max: float = 50.0,
+        hidden: int = GammaNetOptions.hidden,
+        tau: float = GammaNetOptions.tau,
+        gamma_init: float = GammaNetOptions.init,
+        gamma_max: float = GammaNetOptions.max,
         *,
-        input: str = "features",
+        input: str = GammaNetOptions.input,
         layer: str | None = None,
         num_classes: int = 0,
         momentum: float = 0.01,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,9 +20,47 @@ from metacal.curvature import (
 )
 from metacal.models.backbone import Backbone
 from metacal.modes import evaluation_mode
-from metacal.training.monitors import State
+from metacal.monitors.watch import Charts, Monitor, MonitorOptions, State, Watched
+from metacal.options import option
 
-__all__ = ["CurvatureMonitor", "curvature_values"]
+__all__ = ["CurvatureMonitor", "CurvatureOptions", "curvature_values"]
+
+
+@dataclass
+class CurvatureOptions(MonitorOptions):
+    """`CurvatureMonitor`."""
+
+    curvature: bool = option(False, "sharpness and traces on the train subset, every `monitor.every` steps")
+    tolerance: float = option(0.01, "of the eigenvalues, relative", above=0, below=1)
+    certificate: int = option(0, "samples for the margin bound on the Gauss-Newton sharpness; 0: none", low=0)
+
+    charts: ClassVar[Charts] = {
+        "curvature beside ECE": {
+            "ECE": ["(train_subset|val_subset)/ece$"],
+            "Gauss-Newton sharpness, train and held out": ["curvature/(gn_sharpness|held_out_gn_sharpness)$"],
+            "sharpness over the edge of stability": ["curvature/edge_ratio$"],  # the edge itself would set the scale
+            "Hessian and mini-batch sharpness": ["curvature/(hessian|batch|preconditioned)_sharpness$"],
+            "traces": ["curvature/(gn_trace|hessian_trace)$"],
+        },
+        "margins": {"certificate ratios": ["curvature/certificate_ratio$"]},
+    }
+    needs: ClassVar[Mapping[str, str]] = {"curvature beside ECE": "curvature/"}
+
+    def build(self, watched: Watched) -> Sequence[Monitor]:
+        if not self.curvature or not watched.keys.every:
+            return []
+        return [
+            CurvatureMonitor(
+                *watched.subset("train"),
+                watched.keys.every,
+                tol=self.tolerance,
+                batch_size=watched.batch_size,
+                certificate=0 if watched.loss == "mse" else self.certificate,  # a bound for cross-entropy
+                seed=watched.seed,
+                held_out=watched.subset("val"),
+                loss=watched.loss,
+            )
+        ]
 
 
 class CurvatureMonitor:
@@ -38,6 +77,8 @@ class CurvatureMonitor:
       2 (1 + β₁)/((1 − β₁) η) of the preconditioned_sharpness (Cohen et al. 2022)
     - held_out_gn_sharpness: λ_max(G) on the validation subset, where one is given
     - certificate_ratio: λ_max(G) over its margin bound, at most 1, on the first `certificate` samples
+
+    The constructor takes what `curvature_values` does, and the cadence.
     """
 
     name, budgeted = "curvature", True
@@ -47,9 +88,9 @@ class CurvatureMonitor:
         x: Tensor,
         y: Tensor,
         every: int,
-        tol: float = 1e-2,
+        tol: float = CurvatureOptions.tolerance,
         batch_size: int = 128,
-        certificate: int = 0,
+        certificate: int = CurvatureOptions.certificate,
         seed: int = 0,
         held_out: tuple[Tensor, Tensor] | None = None,
         loss: str = "cross_entropy",
@@ -127,9 +168,9 @@ def curvature_values(
     x: Tensor,
     y: Tensor,
     *,
-    tol: float = 1e-2,
+    tol: float = CurvatureOptions.tolerance,
     batch_size: int = 128,
-    certificate: int = 0,
+    certificate: int = CurvatureOptions.certificate,
     seed: int = 0,
     starts: dict[str, Sequence[Tensor]] | None = None,
     loss: str = "cross_entropy",

@@ -1,0 +1,97 @@
+"""YAML files that may be anybody's: read as plain data, within bounds, and nothing that calls or fetches anything."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from metacal.errors import InputError, require
+
+__all__ = ["check_config_file", "parse_yaml", "plain_keys", "read_yaml", "require_plain"]
+
+_MAX_BYTES, _MAX_DEPTH = 2**16, 20  # of a YAML file; a run's config has 3 kB and a depth of 4
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is there, is twenty times faster
+
+
+def check_config_file(file: str | Path) -> Path:
+    """The full path of a config file, for Hydra to read.
+
+    Raises:
+        InputError: it does not exist, cannot be read, or says more than what a run computes: sections of Hydra's own,
+            which can name Python to call, or values that are to be fetched from the environment.
+    """
+    path = Path(file).resolve()
+    require(path.is_file(), f"config file {file} does not exist")
+    plain_keys(path.read_bytes(), f"config file {file}")
+    return path
+
+
+def plain_keys(text: bytes | str, where: str) -> dict[str, Any]:
+    """The keys of a run in a config's text, and nothing that makes Hydra call or fetch anything."""
+    node = parse_yaml(text, where)
+    for key in ("hydra", "defaults"):
+        require(key not in node, f"{where} may not have the key {key}: it holds the keys of a run, no more")
+    require_plain(node, where)
+    return node
+
+
+def require_plain(value: Any, where: str) -> None:
+    """Plain data, in which ``${key}`` may stand for another key's value, and nothing else is looked up or called."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            require(key != "_target_", f"{where}: nothing is instantiated from a config, so _target_ is no key")
+            require_plain(item, where)
+    elif isinstance(value, list):
+        for item in value:
+            require_plain(item, where)
+    elif isinstance(value, str):
+        unknown, text = "", value
+        while text != unknown:  # from the inside outwards
+            unknown, text = text, re.sub(r"\$\{[\w.\[\]]*\}", "", text)
+        require(
+            "${" not in text,
+            f"{where}: {value!r} would look something up and record it; only ${{key}} can be used, for the value of "
+            "another key (what comes from the environment, let the shell put in)",
+        )
+
+
+def read_yaml(file: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file; see `parse_yaml`."""
+    try:
+        text = Path(file).read_bytes()
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    return parse_yaml(text, str(file))
+
+
+def parse_yaml(text: bytes | str, where: str) -> dict[str, Any]:
+    """The mapping in a YAML text, which may be anybody's, as it stands: ``${key}`` is left as it is.
+
+    Raises:
+        InputError: the text, called `where`, is no YAML mapping, is longer than 64 KiB or deeper than 20, or has
+            aliases: a few of these can stand for billions of values.
+    """
+    require(len(text) <= _MAX_BYTES, f"{where} must have at most {_MAX_BYTES} bytes, got {len(text)}")
+    try:
+        depth = 0
+        for event in yaml.parse(text, _LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            inside = event.value.count("${") if isinstance(event, yaml.ScalarEvent) else 0
+            require(depth + inside <= _MAX_DEPTH, f"{where} must be nested at most {_MAX_DEPTH} deep")
+            require(not isinstance(event, yaml.AliasEvent), f"{where} must not have YAML aliases (*name)")
+        decoded = text.decode() if isinstance(text, bytes) else text
+        node = OmegaConf.to_container(OmegaConf.load(io.StringIO(decoded)))
+    except InputError:
+        raise
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise InputError(f"{where} cannot be read: {lines[0]}") from None
+    require(isinstance(node, dict), f"{where} must be a mapping of keys to values")
+    assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}

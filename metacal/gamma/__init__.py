@@ -1,0 +1,69 @@
+"""Where the gamma of the focal loss comes from.
+
+A gamma source is a module called as
+
+    gamma = source(features, logits=logits, labels=labels, inputs=inputs, epoch=epoch)
+
+with the batch's penultimate features `(N, D)`, its logits `(N, K)`, labels `(N,)`, network inputs `(N, ...)` and the
+epoch, a number. It returns one gamma per sample `(N,)` or one for all, a 0-d tensor. Each source reads what it needs
+and ignores the rest; none of them sends a gradient back into the backbone. Two optional attributes complete it:
+
+- `observe(features, ...)`, same arguments: called once for every training batch, before the source is; running
+  statistics live here, so that evaluating a source never changes it;
+- `layer`: the name of a module of the backbone whose output, pooled to `(N, D)`, is passed as the features.
+
+`LearnedSmoothing` has the same interface and gives the α of `losses.label_smoothing` in place of a gamma.
+"""
+
+from metacal.gamma.adafocal import AdaFocal, AdaFocalOptions
+from metacal.gamma.fixed import (
+    FLSD,
+    FixedGamma,
+    FixedOptions,
+    FLSDOptions,
+    StepGamma,
+    StepOptions,
+    flsd_gamma,
+)
+from metacal.gamma.learned import (
+    INPUTS,
+    GammaNet,
+    GammaNetOptions,
+    LearnedSmoothing,
+    ScalarGamma,
+    ScalarOptions,
+    SmoothingOptions,
+    cap,
+    pool,
+    uncap,
+)
+from metacal.gamma.options import Around, SourceOptions
+
+__all__ = [
+    "FLSD",
+    "INPUTS",
+    "SOURCES",
+    "AdaFocal",
+    "Around",
+    "FixedGamma",
+    "GammaNet",
+    "LearnedSmoothing",
+    "ScalarGamma",
+    "SmoothingOptions",
+    "SourceOptions",
+    "StepGamma",
+    "cap",
+    "flsd_gamma",
+    "pool",
+    "uncap",
+]
+
+SOURCES: dict[str, type[SourceOptions]] = {
+    "fixed": FixedOptions,
+    "flsd": FLSDOptions,
+    "step": StepOptions,
+    "adafocal": AdaFocalOptions,
+    "scalar": ScalarOptions,
+    "gamma_net": GammaNetOptions,
+}
+"""By the name that a configuration gives: dataclasses like `SourceOptions`, whose `build` makes the source."""

@@ -1,0 +1,35 @@
+"""What a penalty with a name is: a dataclass of its options, whose instances are called by the training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from metacal.options import check_options
+
+__all__ = ["PenaltyPart"]
+
+
+@dataclass
+class PenaltyPart:
+    """`(model, x, y, logits, features) -> scalar`, checked when it is made.
+
+    Attributes:
+        batchwise: no mean over samples, and so not the sum of its values on parts of a batch.
+        first_order: can be differentiated once only.
+        needs_pixels: works on pixels, so that it must be known how the inputs are made of these.
+    """
+
+    batchwise: ClassVar[bool] = False
+    first_order: ClassVar[bool] = False
+    needs_pixels: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def __call__(
+        self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
+    ) -> Tensor:
+        raise NotImplementedError

@@ -26,8 +26,8 @@ from metacal.errors import require
 from metacal.models import Backbone, build_model
 from metacal.models.factory import Architecture, architecture_of
 from metacal.modes import evaluation_mode
+from metacal.predict import predict
 from metacal.predictions import Predictions
-from metacal.report.report import predict
 from metacal.training import checkpoint
 
 __all__ = ["CalibratedModel", "load", "save"]

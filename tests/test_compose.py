@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from metacal.config.compose import compose, config_dir, to_yaml
+import pytest
+import yaml
+
+from metacal.config.compose import compose, config_dir, read_config, to_yaml
+from metacal.config.help import key_table, train_help
+from metacal.config.schema import keys
 from metacal.errors import InputError
 
 
@@ -80,3 +85,65 @@ def test_a_runs_own_config_is_a_valid_input(tmp_path):
         compose(["method=cross_entropy"], file)
     with pytest.raises(InputError, match="does not exist"):
         compose([], tmp_path / "none.yaml")
+
+
+def test_the_table_of_keys_in_the_docs_is_the_schemas():
+    """`python -m metacal.config.help > docs/keys.md` writes it anew."""
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    assert (docs / "keys.md").read_text() == key_table()
+
+
+def test_help_has_a_line_for_every_key():
+    lines = [line.split() for line in train_help().splitlines()]
+    for key in keys():
+        (line,) = [words for words in lines if words and words[0].startswith(f"{key}=")]
+        assert len(line) > 1, key
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lr=0.1"], "unknown key 'lr' (did you mean 'optimizer.lr' or 'meta.lr'?)"),
+        (["model=resnet18"], "(did you mean 'model=torchvision/resnet18'?)"),
+        (["loss=focal"], "did you mean method=focal or loss.name=focal?"),
+        (["gamma=flsd"], "did you mean gamma.source=flsd?"),
+        (["penalties.margin_tail=0.1"], "did you mean penalties.margin_tail.weight=0.1?"),
+        (["epochs", "3"], "words must be group=name or key=value, got 'epochs' (did you mean epochs=…?)"),
+        (["penalties.sece.bandwith=1"], "did you mean 'penalties.sece.bandwidth'?"),
+        (["penalties.sece.bandwidth=0"], "penalties.sece.bandwidth must be > 0, got 0.0"),
+        (["meta=dece", "meta.bandwidth=0.1"], "meta.bandwidth=0.1 is no setting of dece"),
+        (["meta.objective={sece: 1, mmce: 1}", "meta.bandwidth=0.1"], "meta.bandwidth=0.1 could be of sece or mmce"),
+        (["schedule=constant", "schedule.final=0.1"], "schedule.final=0.1 is no setting of constant"),
+    ],
+)
+def test_a_slip_gets_the_nearest_valid_word(words, message):
+    with pytest.raises(InputError) as caught:
+        compose(words)
+    assert message in str(caught.value)
+
+
+def test_a_part_brings_its_own_defaults_and_options():
+    assert compose(["optimizer.name=muon"]).optimizer == compose(["optimizer=muon"]).optimizer
+    around = compose(["optimizer=sam", "optimizer.base=adamw", "optimizer.eps=1e-6"]).optimizer
+    assert (around.lr, around.eps, around.rho) == (1e-3, 1e-6, 0.05) and not hasattr(around, "momentum")
+    config = compose(["meta.objective={sece: 1, dece: {weight: 2, n_bins: 5}}", "meta.bandwidth=0.1"])
+    assert config.meta.bandwidth == 0.1 and not hasattr(config.meta, "norm")
+    assert compose(["model=torchvision/resnet18"]).model.name == "torchvision/resnet18"
+
+
+def test_a_config_of_an_older_version_is_the_same_config(tmp_path):
+    """Its optimizer has the options of all of them, at their defaults; so have its gammas and its outer problem."""
+    config = compose(["method=focal", "optimizer=adamw", "meta=nll"])
+    old = yaml.safe_load(to_yaml(config))
+    old["optimizer"] |= {"momentum": 0.9, "nesterov": False, "rest": "adamw", "rho": 0.05, "k": 1, "tolerance": 1e-3}
+    old["gamma"] |= {"init": 1.0, "hidden": 32, "milestones": [], "n_bins": 15}
+    old["meta"] |= {"bandwidth": 0.05, "self_term": True, "norm": "l1"}
+    old["loss"] |= {"smoothing": 0.05, "beta": 0.1}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(old))
+    assert compose([], file) == read_config(file) == config
+    assert compose(["optimizer.name=sgd"], file).optimizer.momentum == 0.9
+    old["optimizer"]["momentum"] = 0.5
+    file.write_text(yaml.safe_dump(old))
+    with pytest.raises(InputError, match=r"optimizer\.momentum=0\.5 is no setting of adamw"):
+        compose([], file)

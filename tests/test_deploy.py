@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import metacal
 from metacal.cli import main
-from metacal.config import ModelConfig
 from metacal.errors import InputError
 from metacal.models import build_model
+from metacal.models.options import ModelConfig
 
 N, K = 60, 3
 IMAGES = torch.randint(0, 256, (N, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

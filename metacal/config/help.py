@@ -39,7 +39,7 @@ def key_table() -> str:
         lines += [f"## {title}", "", "| key | default | |", "|---|---|---|"]
         for key, described in keys().items():
             if key.rpartition(".")[0] == path:
-                cells = (f"`{key}`", f"`{_default(described)}`", _text(key, described))
+                cells = (f"`{key}`", f"`{_default(described)}`", _text(key, described).replace("<", "\\<"))
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

@@ -16,6 +16,7 @@ from metacal.data.sources import Source, read_source
 from metacal.data.splits import Split, Transform, channel_statistics, resolve_size, stratified_draw
 from metacal.data.stores import CHUNK, tensor_chunks
 from metacal.errors import require, require_choice
+from metacal.options import check_options
 
 __all__ = ["Data", "build_data"]
 
@@ -194,17 +195,8 @@ def _check(cfg: DataConfig) -> None:
         value = getattr(cfg, key)
         if key != "train_size" or value is not None:
             resolve_size(f"data.{key}", value, 2**62)
-    require(cfg.batch_size >= 1, f"data.batch_size must be >= 1, got {cfg.batch_size}")
-    require(
-        cfg.meta_batch_size is None or cfg.meta_batch_size >= 1,
-        f"data.meta_batch_size must be >= 1, got {cfg.meta_batch_size}",
-    )
-    require(cfg.split_seed is None or cfg.split_seed >= 0, f"data.split_seed must be >= 0, got {cfg.split_seed}")
-    require(cfg.crop_padding >= 0, f"data.crop_padding must be >= 0, got {cfg.crop_padding}")
-    require(cfg.workers >= 0, f"data.workers must be >= 0, got {cfg.workers}")
+    check_options(cfg, "data.")
     require_choice("data.fold_meta_into_train", str(cfg.fold_meta_into_train).lower(), ("auto", "true", "false"))
-    require_choice("data.normalize", cfg.normalize, ("auto", "none"))
-    require_choice("data.storage", cfg.storage, ("auto", "memory", "stream"))
     require(
         (cfg.mean is None) == (cfg.std is None),
         f"data.mean and data.std must be given together, got mean={cfg.mean} and std={cfg.std}",

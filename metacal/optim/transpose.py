@@ -186,7 +186,7 @@ def sgd_group(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor])
 
     ∂U/∂g is one number for each parameter; g̃ = ±g + weight decay.
     """
-    momentum, rate = group["momentum"], -float(group["lr"])
+    momentum, rate = float(group["momentum"]), -float(group["lr"])
     if group["maximize"]:
         rate = -rate
     factors = []
@@ -195,7 +195,7 @@ def sgd_group(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor])
         if momentum != 0:
             # torch does not dampen the first gradient
             first = optimizer.state[p].get("momentum_buffer") is None if p in optimizer.state else True
-            factor = 1.0 if first else 1.0 - group["dampening"]
+            factor = 1.0 if first else 1.0 - float(group["dampening"])
             if group["nesterov"]:
                 factor = 1.0 + momentum * factor
         factors.append(rate * factor)

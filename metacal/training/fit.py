@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from metacal import deploy
 from metacal.calibration import TemperatureScaling
-from metacal.config import Config
+from metacal.config import Config, DataConfig
 from metacal.config.compose import compose, to_yaml
 from metacal.data import InputKind
 from metacal.data.kind import remember
@@ -101,8 +101,8 @@ def fit(
     method: str = "gamma_net",
     *,
     epochs: int | None = None,
-    batch_size: int = 128,
-    seed: int = 0,
+    batch_size: int = DataConfig.batch_size,
+    seed: int = Config.seed,
     optimizer: str | torch.optim.Optimizer | None = None,
     lr: float | None = None,
     weight_decay: float | None = None,
@@ -110,10 +110,10 @@ def fit(
     callbacks: Sequence[Callable[[dict[str, float]], Any]] = (),
     pixels: tuple[Sequence[float], Sequence[float]] | None = None,
     head: str | None = None,
-    device: str = "auto",
+    device: str = Config.device,
     overrides: Sequence[str] = (),
     run_dir: str | Path | None = None,
-    progress: bool = True,
+    progress: bool = Config.progress,
 ) -> Fit:
     """Train `model` for calibration, in place.
 

@@ -28,7 +28,8 @@ from metacal.models.factory import Architecture, architecture_of
 from metacal.modes import evaluation_mode
 from metacal.predict import predict
 from metacal.predictions import Predictions
-from metacal.training import checkpoint
+from metacal.runs import checkpoint
+from metacal.runs.folder import RunFolder
 
 __all__ = ["CalibratedModel", "load", "save"]
 
@@ -139,8 +140,6 @@ def load(path: str | Path, model: nn.Module | None = None, device: str | torch.d
     """
     file = Path(path)
     if file.is_dir():
-        from metacal.training.folder import RunFolder
-
         require(model is None, f"{path} is a run folder, whose config says what the model is: leave out model")
         file = RunFolder(file).model
         if not file.is_file():
@@ -172,7 +171,7 @@ def from_run(path: str | Path) -> CalibratedModel:
     from metacal.training.setup import evaluation_batches
 
     config, data, backbone = load_run(path, "cpu")
-    known = Path(path) / "predictions" / "val.npz"
+    known = RunFolder(path).predictions("val")
     val = Predictions.load(known) if known.is_file() else predict(backbone, evaluation_batches(data.val).epoch(0))
     return of_run(config, data, backbone, TemperatureScaling().fit(val).temperature)
 

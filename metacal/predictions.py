@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from metacal.errors import InputError, require
+from metacal.files import write_atomically
 
 __all__ = ["Predictions"]
 
@@ -136,17 +137,13 @@ class Predictions:
         """Write an npz file that `load` reads: `labels` and `logits`, or `probs` if there are no logits.
 
         The file is complete or absent: it is written beside its place and then moved there.
+
+        Raises:
+            RunError: when it cannot be written.
         """
-        path = Path(path)
         name, scores = ("probs", self.probs) if self.logits is None else ("logits", self.logits)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "wb") as file:
-            arrays: dict[str, Any] = {name: scores.cpu().numpy(), "labels": self.labels.cpu().numpy()}
-            np.savez_compressed(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        arrays: dict[str, Any] = {name: scores.cpu().numpy(), "labels": self.labels.cpu().numpy()}
+        write_atomically(Path(path), lambda file: np.savez_compressed(file, **arrays))
 
     @property
     def n_classes(self) -> int:

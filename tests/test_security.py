@@ -14,8 +14,8 @@ from metacal.config.compose import check_config_file, compose, to_yaml
 from metacal.config.files import read_yaml
 from metacal.errors import InputError
 from metacal.report.tables import Column, Table
+from metacal.runs.naming import folder_of
 from metacal.studies.spec import read_spec
-from metacal.training.folder import folder_of
 
 CALL = "{_target_: os.mkdir, path: %s}"
 

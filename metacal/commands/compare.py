@@ -35,8 +35,8 @@ def compare_command(argv: Sequence[str]) -> int:
         require(not file.is_dir(), f"--{form} must name a file, {file} is a folder")
         require(file.parent.is_dir(), f"--{form}: the folder {file.parent} does not exist")
 
-    from metacal.report.compare import compare_runs
-    from metacal.report.runs import find_runs, group_runs, load_runs
+    from metacal.report.judge import compare_runs
+    from metacal.runs.record import find_runs, group_runs, load_runs
 
     runs, left_out = load_runs(find_runs(arguments.runs))
     measures = [name.strip() for name in arguments.measures.split(",")] if arguments.measures else None

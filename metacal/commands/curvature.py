@@ -32,12 +32,13 @@ def curvature_command(argv: Sequence[str]) -> int:
     from metacal.monitors import curvature_values
     from metacal.predict import predict
     from metacal.report.tables import Column, Spread, Table
-    from metacal.training import checkpoint
-    from metacal.training.folder import check_run, recorded_config
+    from metacal.runs import checkpoint
+    from metacal.runs.config import recorded_config
+    from metacal.runs.folder import check_run
     from metacal.training.setup import build_backbone, choose_device, curvature_loss, fixed_subset, prepare_data
 
     folder = check_run(arguments.run)
-    files = sorted(folder.last.parent.glob("*.pt"))
+    files = folder.checkpoints()
     require(bool(files), f"{arguments.run} has no checkpoint yet")
     states = []
     for file in files:

@@ -233,13 +233,13 @@ def _member(what: str, arguments: argparse.Namespace) -> tuple[Predictions, Pred
     A finished run's are read from its predictions/, which hold the best checkpoint's.
     """
     from metacal.predictions import Predictions
-    from metacal.training.folder import check_run
+    from metacal.runs.folder import check_run
     from metacal.training.saved import predict_run
 
     if Path(what).is_file():
         return Predictions.load(what), None
     folder = check_run(what)
-    files = {name: folder.path / "predictions" / f"{name}.npz" for name in ("val", "test")}
+    files = {name: folder.predictions(name) for name in ("val", "test")}
     found = None
     if arguments.checkpoint == "best" and folder.finished and all(file.is_file() for file in files.values()):
         try:
@@ -271,7 +271,8 @@ def _pooled_val(
 
 def _val_split(what: str) -> tuple[Any, ...]:
     """What decides which samples are in val, beside the data themselves."""
-    from metacal.training.folder import check_run, recorded_config
+    from metacal.runs.config import recorded_config
+    from metacal.runs.folder import check_run
 
     config = recorded_config(check_run(what))
     d = config.data
@@ -282,7 +283,7 @@ def _require_same_data(arguments: argparse.Namespace) -> None:
     """Refuse runs whose samples differ, which equal labels would not tell: by the test splits' content, where they are
     finished, and for val by what it was drawn with.
     """
-    from metacal.training.folder import check_run
+    from metacal.runs.folder import check_run
 
     runs = [what for what in arguments.what if Path(what).is_dir()]
     folders = {what: check_run(what) for what in runs}
@@ -321,8 +322,8 @@ def _require_same_samples(first: str, reference: Predictions, name: str, p: Pred
 def _shift(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     from metacal.predict import predict
     from metacal.report.shift import measure_shift
-    from metacal.training.checkpoint import write_atomically
-    from metacal.training.folder import versions
+    from metacal.runs.folder import RunFolder
+    from metacal.runs.versions import versions
     from metacal.training.saved import load_run
     from metacal.training.setup import evaluation_batches
 
@@ -334,8 +335,8 @@ def _shift(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         f"--shift needs images: data={config.data.name} of {run} holds float features of shape "
         f"{tuple(data.input_shape)}, which have no pixels",
     )
-    figures = run / "figures"
-    for folder in (run, figures):  # before the work
+    files = RunFolder(run)
+    for folder in (run, files.figures):  # before the work
         require(not folder.exists() or os.access(folder, os.W_OK), f"--shift writes into {folder}, which is read-only")
     count, total = 0, len(set(arguments.corruptions)) * len(set(arguments.severities))
     live = sys.stderr.isatty() and not arguments.json
@@ -369,16 +370,16 @@ def _shift(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "minutes": minutes,
         "versions": versions(),
     }
-    text = to_json(found)
-    figures.mkdir(exist_ok=True)
-    shift.figure().savefig(figures / "shift.png", dpi=150)
-    write_atomically(run / "shift.json", lambda file: file.write(text.encode() + b"\n"))
+    picture = files.figures / "shift.png"
+    picture.parent.mkdir(exist_ok=True)
+    shift.figure().savefig(picture, dpi=150)
+    files.write_shift(found)
     if arguments.json:
-        print(text)
+        print(to_json(found))
         return 0
     form = "markdown" if arguments.markdown else "text"
     tables = [shift.table(), *(shift.tables() if len(shift.values) > 1 else [])]
     print(run)
     print("\n\n".join(table.render(form) for table in tables))
-    print(f"\nwrote {run / 'shift.json'} and {figures / 'shift.png'} in {minutes:.1f} minutes")
+    print(f"\nwrote {files.shift} and {picture} in {minutes:.1f} minutes")
     return 0

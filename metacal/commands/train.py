@@ -54,7 +54,7 @@ def train_command(argv: Sequence[str]) -> int:
 
 def _run(config: Config, words: Sequence[str], config_file: str | None) -> int:
     """One run: a finished one is refused, an interrupted one goes on."""
-    from metacal.training.folder import folder_of
+    from metacal.runs.naming import folder_of
     from metacal.training.run import run
 
     return run(config, folder_of(config, words, config_file), words, config_file).show()
@@ -65,8 +65,10 @@ def _resume(config: Config, words: Sequence[str]) -> int:
 
     Other words may repeat what the run was started with, or say where it runs now (device, threads, progress).
     """
-    from metacal.training.checkpoint import load
-    from metacal.training.folder import NOT_IN_NAME, check_run, recorded_config
+    from metacal.runs.checkpoint import load
+    from metacal.runs.config import recorded_config
+    from metacal.runs.folder import check_run
+    from metacal.runs.naming import NOT_IN_NAME
     from metacal.training.run import run
 
     folder = check_run(config.resume or "")
@@ -107,7 +109,7 @@ def _run_beside_baselines(config: Config, words: list[str], config_file: str | N
     Finished runs are reused, so the command can be given again.
     """
     from metacal.config.compose import compose
-    from metacal.training.folder import folder_of
+    from metacal.runs.naming import folder_of
     from metacal.training.run import run, show_together
 
     own_words = [w for w in words if not w.startswith("baselines=")]
@@ -189,7 +191,7 @@ class _Task:
 
     def _run(self, node: DictConfig, overrides: list[str]) -> int:
         from metacal.config.compose import from_dictionary
-        from metacal.training.folder import folder_of
+        from metacal.runs.naming import folder_of
         from metacal.training.run import run
 
         config = from_dictionary(node, overrides)

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from metacal.config.files import check_config_file, plain_keys
+from metacal.config.files import check_config_file
 from metacal.config.resolve import flat, from_plain, to_yaml
 from metacal.config.schema import Config, keys
 from metacal.config.words import TORCHVISION, check_words, config_dir, groups, key_of, nearest_key
@@ -28,8 +28,6 @@ __all__ = [
     "config_dir",
     "explain",
     "from_dictionary",
-    "parse_config",
-    "read_config",
     "register_schema",
     "to_yaml",
 ]
@@ -91,25 +89,6 @@ def compose(overrides: Sequence[str] = (), config_file: str | Path | None = None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise InputError(explain(error, overrides)) from None
     return from_dictionary(node, overrides)
-
-
-def read_config(file: str | Path) -> Config:
-    """The typed, validated config in a file, which may be anybody's.
-
-    Raises:
-        InputError: it does not exist, cannot be read, says more than what a run computes, or as `compose`.
-    """
-    require(Path(file).is_file(), f"config file {file} does not exist")
-    return parse_config(Path(file).read_bytes(), f"config file {file}")
-
-
-def parse_config(text: bytes | str, where: str) -> Config:
-    """The typed, validated config in a text that is called `where`; raises as `read_config`."""
-    node = plain_keys(text, where)
-    try:
-        return from_dictionary(node, ())
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
 
 
 PATH_KEYS = ("resume", "run_dir", "runs", "data.path")

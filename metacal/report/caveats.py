@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from metacal.report.runs import Group, Run
-from metacal.report.settings import show_value
+from metacal.runs.record import Group, Run
+from metacal.runs.settings import show_value
 
 __all__ = ["test_note", "unequal_conditions", "unequal_data", "unequal_times", "unread_lines"]
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from metacal.errors import require, require_choice
 from metacal.report import caveats
-from metacal.report.runs import Group, LeftOut
-from metacal.report.settings import equal_settings, name_first, show_value
 from metacal.report.significance import Difference, Sampled
 from metacal.report.tables import Cell, Column, Range, Table, central, column_of, summarise
+from metacal.runs.record import Group, LeftOut
+from metacal.runs.settings import equal_settings, name_first, show_value
 
 __all__ = ["Judged", "RunComparison"]
 

@@ -8,8 +8,8 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
-from metacal.report.compare import load_predictions
 from metacal.report.comparison import RunComparison
+from metacal.report.judge import load_predictions
 from metacal.report.run_figures import (
     accuracy_ece_plane,
     curves_of,
@@ -17,8 +17,8 @@ from metacal.report.run_figures import (
     risk_coverage,
     training_curves,
 )
-from metacal.report.settings import equal_settings, show_value
 from metacal.report.tables import Table, column_of
+from metacal.runs.settings import equal_settings, show_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

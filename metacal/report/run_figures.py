@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from metacal.report.runs import Run
+    from metacal.runs.record import Run
 
 __all__ = ["CURVES", "accuracy_ece_plane", "curves_of", "overlaid_reliability", "risk_coverage", "training_curves"]
 

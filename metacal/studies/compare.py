@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from metacal.jsonio import to_json
-from metacal.report.compare import compare_runs
 from metacal.report.html import comparison_page, figures_of
-from metacal.report.runs import group_runs, load_runs
+from metacal.report.judge import compare_runs
+from metacal.runs.record import group_runs, load_runs
 from metacal.studies.footer import headline
 from metacal.studies.grid import Study
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from metacal.report.runs import Run, load_runs
 from metacal.report.tables import Column, Table
+from metacal.runs.record import Run, load_runs
 from metacal.studies.grid import Study
 
 __all__ = ["NO_MARKS", "footer", "headline", "over_seeds"]

@@ -21,9 +21,10 @@ from hydra.errors import HydraException
 from metacal.config import Config
 from metacal.config.compose import PATH_KEYS, compose, config_dir, explain
 from metacal.errors import InputError, require, require_choice
-from metacal.report.runs import Run
+from metacal.runs.config import require_same_config
+from metacal.runs.folder import RunFolder, read_metrics, series_of
+from metacal.runs.naming import folder_of
 from metacal.studies.spec import read_spec
-from metacal.training.folder import RunFolder, folder_of, require_same_config
 
 __all__ = ["Job", "Study", "expand", "grid_jobs", "load_series", "load_study", "study_names"]
 
@@ -242,6 +243,6 @@ def load_series(folder: RunFolder) -> Mapping[str, Mapping[int, float]]:
     Raises:
         InputError: when that is nothing.
     """
-    series = Run(folder.path, {}, {}).series
+    series = series_of(read_metrics(folder.metrics)[0])
     require(len(series) > 0, f"{folder.path} has no metrics")
     return series

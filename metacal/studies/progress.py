@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from metacal.runs.folder import read_line
 from metacal.studies.grid import Job
-from metacal.training.folder import read_line
 
 __all__ = ["Board", "RunState", "choose_rows", "progress_table"]
 

@@ -109,7 +109,7 @@ def _start(job: Job, threads: int, gpu: str | None) -> subprocess.Popen[bytes]:
     if gpu is not None and job.config.device in ("auto", "cuda"):
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     job.folder.path.mkdir(parents=True, exist_ok=True)
-    with open(log_of(job), "a") as log:
+    with open(job.folder.log, "a") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "metacal", "train", *file, *job.words, *([] if own else [f"threads={threads}"])],
             stdin=subprocess.DEVNULL,
@@ -206,10 +206,6 @@ def _gpus(environment: Mapping[str, str], count: int) -> list[str]:
     return named[:count] if named else [str(i) for i in range(count)]
 
 
-def log_of(job: Job) -> Path:
-    return job.folder.path / "log.txt"
-
-
 def require_all_done(states: Sequence[RunState]) -> None:
     """Name the runs that failed, with the end of their logs.
 
@@ -218,9 +214,9 @@ def require_all_done(states: Sequence[RunState]) -> None:
     """
     failed = [s for s in states if s.state in ("failed", "stopped")]
     for s in failed:
-        lines = log_of(s.job).read_text(errors="replace").strip().splitlines()
+        lines = s.job.folder.log.read_text(errors="replace").strip().splitlines()
         reason = lines[-1].strip() if lines else f"status {s.status}"
-        print(f"{s.job.title} {s.state}: {reason}\n  log: {log_of(s.job)}", file=sys.stderr)
+        print(f"{s.job.title} {s.state}: {reason}\n  log: {s.job.folder.log}", file=sys.stderr)
     if failed:
         names = ", ".join(s.job.title for s in failed[:3]) + (", …" if len(failed) > 3 else "")
         raise RunError(f"{len(failed)} of {len(states)} runs failed ({names}); the same command tries them again")

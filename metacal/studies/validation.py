@@ -23,7 +23,7 @@ def report(study: Study) -> list[Path]:
     found: dict[str, list[dict[str, Any]]] = {}
     for job in study.jobs:
         setting = ", ".join(f"{key}={value}" for key, value in job.swept.items() if key != "seed")
-        p = Predictions.load(job.folder.path / "predictions" / "val.npz")
+        p = Predictions.load(job.folder.predictions("val"))
         values = Report(p, measures=MEASURES, resamples=0).to_dict()
         minutes = job.folder.read_summary()["time/train_s"] / 60
         named = {"seed": job.config.seed, "folder": str(job.folder.path)}

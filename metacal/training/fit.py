@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from metacal.penalties import Pixels
 from metacal.predict import predict
 from metacal.predictions import Predictions
 from metacal.report.report import Report
+from metacal.runs.folder import RunFolder
 from metacal.training.fit_data import evaluation_data, prepare_fit
-from metacal.training.folder import RunFolder
 from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import Progress
 from metacal.training.loop import train as train_loop
@@ -283,11 +283,13 @@ def _trained(
     shown = replace(config, data=replace(config.data, name="own"), model=replace(config.model, name="own"))
     if run_dir is not None:
         folder = RunFolder(run_dir)
-        require(not folder.config.exists(), f"run_dir {run_dir} already holds a run; choose another")
         folder.create()
-        folder.write_config(to_yaml(shown))
     watch = build_watch(config, parts)
-    with torch.random.fork_rng(devices=[parts.device] if parts.device.type == "cuda" else []):
+    devices = [parts.device] if parts.device.type == "cuda" else []
+    with folder.locked() if folder else nullcontext(), torch.random.fork_rng(devices=devices):
+        if folder is not None:
+            require(not folder.config.exists(), f"run_dir {run_dir} already holds a run; choose another")
+            folder.write_config(to_yaml(shown))
         torch.manual_seed(config.seed)
         log = RunLog(folder.path if folder else None)
         if folder is not None:
@@ -300,8 +302,7 @@ def _trained(
             return any(answers)
 
         try:
-            where = folder.path if folder else None
-            done, best = train_loop(config, parts, watch, log, console, where, after_validation=ends)
+            done, best = train_loop(config, parts, watch, log, console, folder, after_validation=ends)
             log.finish({"time/train_s": done.seconds}, done.step)
         finally:
             console.stop()

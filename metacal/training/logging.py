@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from metacal.config import Config
 from metacal.config.compose import to_yaml
 from metacal.errors import RunError, note
+from metacal.runs.folder import RunFolder, read_metrics
 from metacal.training import dashboards
-from metacal.training.folder import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,28 +45,27 @@ class RunLog:
     def __init__(self, folder: Path | None, step: int = 0, resume: Mapping[str, Any] | None = None) -> None:
         self.history: list[dict[str, float]] = []  # what each validation logged, in memory
         self.figures_wait = False  # figures were due and too dear
-        self._folder = folder
+        self._folder = None if folder is None else RunFolder(folder)
         self._writer: Any = None
         self._file: Any = None
         self._tags: set[str] = set()
         self._layout: Mapping[str, Any] = {}
         self._began, self._drawing, self._drawn = time.perf_counter(), 0.0, 0
-        if folder is None:
+        if self._folder is None:
             return
         from torch.utils.tensorboard import SummaryWriter  # about a second to import
 
-        path = folder / "metrics.jsonl"
         if resume is None:
-            path.write_bytes(b"")
+            self._folder.metrics.write_bytes(b"")
         else:
-            self._go_back(path, resume)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
+            self._go_back(self._folder, resume)
+        self._file = open(self._folder.metrics, "a", buffering=1)  # noqa: SIM115 (closed by close)
         # The mark of a start: TensorBoard discards what came later, at a run's second one.
         self._writer = SummaryWriter(str(folder), purge_step=0 if resume is None else step + 1, flush_secs=30)
 
-    def _go_back(self, path: Path, state: Mapping[str, Any]) -> None:
+    def _go_back(self, folder: RunFolder, state: Mapping[str, Any]) -> None:
         """To what `state_dict` saw. What was logged after it goes, since it is logged again: in both files."""
-        assert self._folder is not None
+        path = folder.metrics
         with open(path, "ab") as file:
             lost = state["metrics_bytes"] - file.tell()
             file.truncate(min(state["metrics_bytes"], file.tell()))
@@ -81,32 +80,29 @@ class RunLog:
             note(f"{path}: line {', '.join(map(str, damaged))} cannot be read: the curves lack what they hold")
         if "events" not in state:  # of an older run: TensorBoard discards what came later by the mark of the start
             return
-        for file in self._event_files():
+        for file in folder.event_files():
             if file.name not in state["events"]:
                 file.unlink()
             elif file.stat().st_size > state["events"][file.name]:
                 os.truncate(file, state["events"][file.name])
         self._tags = set(state["tags"])
-        self._layout = dashboards.layout(self._tags) if self._event_files() else {}
+        self._layout = dashboards.layout(self._tags) if folder.event_files() else {}
         self.figures_wait = state["figures_wait"]
         self._began -= state["elapsed"]
         self._drawing, self._drawn = state["drawing"], state["drawn"]
-
-    def _event_files(self) -> list[Path]:
-        return [] if self._folder is None else sorted(self._folder.glob("events.out.tfevents.*"))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on logging as if it had never stopped; empty without a folder.
 
         All that was logged until now is on its way to the disk when this returns.
         """
-        if self._file is None:
+        if self._folder is None or self._file is None:
             return {}
         self._file.flush()
         self._writer.flush()
         return {
             "metrics_bytes": self._file.tell(),
-            "events": {file.name: file.stat().st_size for file in self._event_files()},
+            "events": {file.name: file.stat().st_size for file in self._folder.event_files()},
             "tags": sorted(self._tags),
             "figures_wait": self.figures_wait,
             "elapsed": time.perf_counter() - self._began,

@@ -24,7 +24,8 @@ from metacal.monitors import State, Watch
 from metacal.optim.schedule import factor_at
 from metacal.predict import predict
 from metacal.report.figures import gamma_scatter, reliability_diagram
-from metacal.training import checkpoint
+from metacal.runs import checkpoint
+from metacal.runs.folder import RunFolder
 from metacal.training.logging import FIGURE_SHARE, ConsoleLog, RunLog
 from metacal.training.running import RunningMeasures
 from metacal.training.setup import Parts
@@ -57,7 +58,7 @@ def train(
     watch: Watch,
     log: RunLog,
     console: ConsoleLog,
-    folder: Path | None = None,
+    folder: RunFolder | None = None,
     progress: Progress | None = None,
     stop: Any = None,
     after_validation: Callable[[dict[str, float]], bool] | None = None,
@@ -65,7 +66,7 @@ def train(
     """Train `parts` as `config` says and return the progress and the weights of the epoch with the least val NLL.
 
     Args:
-        folder: where checkpoints go (`checkpoints/last.pt`, `best.pt`); None keeps everything in memory.
+        folder: where checkpoints go; None keeps everything in memory.
         progress: of the checkpoint that `parts` were restored from; None starts at the beginning.
         stop: called after every step; when it returns true, the state is saved and KeyboardInterrupt raised.
         after_validation: called with what a validation measured; when it returns true, the training ends there.
@@ -90,7 +91,7 @@ def train(
     if running is not None and p.running:
         running.load_state_dict(p.running)
     best = _best_weights(folder, p)
-    config_text = "" if folder is None else (folder / "config.yaml").read_text()  # each checkpoint has a copy
+    config_text = "" if folder is None else folder.config.read_text()  # each checkpoint has a copy
     meta_stream: Iterator[tuple[Tensor, ...]] | None = None
     stopping = owed = False  # a stop that was asked for, a checkpoint that is due
     started = time.perf_counter() - p.seconds
@@ -101,7 +102,7 @@ def train(
         p.running = {} if running is None else running.state_dict()
         require_finite_weights(parts.backbone, p.step, folder)
         if folder is not None:
-            checkpoint.save(folder / "checkpoints" / "last.pt", complete_state(parts, p, watch, log, config_text))
+            checkpoint.save(folder.last, complete_state(parts, p, watch, log, config_text))
 
     ended = False
     while p.epoch < config.epochs and not ended:
@@ -159,7 +160,7 @@ def train(
                 p.best_nll, p.best_epoch = values["val/nll"], p.epoch
                 best = copy.deepcopy(dict(parts.backbone.state_dict()))
                 if folder is not None:
-                    _save_weights(folder, "best", best, p, config_text)
+                    _save_weights(folder.best, best, p, config_text)
             console.epoch(
                 p.epoch,
                 {k.removeprefix("val/"): v for k, v in values.items()},
@@ -167,7 +168,7 @@ def train(
             )
             ended = after_validation is not None and after_validation(dict(log.history[-1]))
         if folder is not None and config.keep_every and p.epoch % config.keep_every == 0:
-            _save_weights(folder, f"epoch{p.epoch:04d}", parts.backbone.state_dict(), p, config_text)
+            _save_weights(folder.checkpoint(p.epoch), parts.backbone.state_dict(), p, config_text)
         owed = owed or p.epoch * per_epoch % save_every == 0 or save_every < per_epoch
         if ended or p.epoch == config.epochs or (owed and step.resting):
             save()
@@ -181,7 +182,7 @@ def train(
     return p, best
 
 
-def require_finite_weights(module: nn.Module, step: int, folder: Path | None) -> None:
+def require_finite_weights(module: nn.Module, step: int, folder: RunFolder | None) -> None:
     """Never save weights over good ones when a parameter is infinite or not a number: a step can overflow.
 
     Raises:
@@ -191,14 +192,14 @@ def require_finite_weights(module: nn.Module, step: int, folder: Path | None) ->
         raise RunError(f"the weights are not finite after step {step}; {_kept(folder)}; lower optimizer.lr")
 
 
-def _kept(folder: Path | None) -> str:
-    if folder is not None and (folder / "checkpoints" / "last.pt").is_file():
-        return f"the last good checkpoint is {folder / 'checkpoints' / 'last.pt'}"
+def _kept(folder: RunFolder | None) -> str:
+    if folder is not None and folder.last.is_file():
+        return f"the last good checkpoint is {folder.last}"
     return "nothing was saved"
 
 
 @contextmanager
-def _naming_the_step(p: Progress, folder: Path | None, what: str) -> Iterator[None]:
+def _naming_the_step(p: Progress, folder: RunFolder | None, what: str) -> Iterator[None]:
     """Turn a non-finite number, or one that a measure refuses, into an error that says where and what is left."""
     where = f"at step {p.step + 1} (epoch {p.epoch + 1}, batch {p.batch + 1})"
     try:
@@ -318,13 +319,12 @@ def restore(parts: Parts, watch: Watch, state: Mapping[str, Any], where: str) ->
     return Progress(**state["progress"])
 
 
-def _save_weights(folder: Path, name: str, weights: Mapping[str, Tensor], p: Progress, config_text: str) -> None:
-    state = {"config": config_text, "backbone": dict(weights), "epoch": p.epoch}
-    checkpoint.save(folder / "checkpoints" / f"{name}.pt", state)
+def _save_weights(file: Path, weights: Mapping[str, Tensor], p: Progress, config_text: str) -> None:
+    checkpoint.save(file, {"config": config_text, "backbone": dict(weights), "epoch": p.epoch})
 
 
-def _best_weights(folder: Path | None, p: Progress) -> dict[str, Tensor]:
+def _best_weights(folder: RunFolder | None, p: Progress) -> dict[str, Tensor]:
     """The best weights so far of a resumed run."""
     if folder is None or p.best_epoch == 0:
         return {}
-    return checkpoint.load(folder / "checkpoints" / "best.pt")["backbone"]
+    return checkpoint.load(folder.best)["backbone"]

@@ -27,8 +27,10 @@ from metacal.options import made
 from metacal.predict import predict
 from metacal.report.report import Report
 from metacal.report.tables import comparison
-from metacal.training import checkpoint
-from metacal.training.folder import RunFolder, require_same_config, versions
+from metacal.runs import checkpoint
+from metacal.runs.config import require_same_config
+from metacal.runs.folder import RunFolder
+from metacal.runs.versions import versions
 from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import Progress, restore, train
 from metacal.training.setup import (
@@ -156,7 +158,7 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
         log.start(config, command)
     try:
         with _stop_on_signals() as stop:
-            progress, best = train(config, parts, watch, log, console, folder.path, progress, stop)
+            progress, best = train(config, parts, watch, log, console, folder, progress, stop)
         parts.backbone.load_state_dict(best)
         summary = _measure(config, data, parts, progress, folder, log)
         summary |= {"command": command, "versions": versions(), "parameters": _count(parts)}
@@ -214,12 +216,11 @@ def _measure(
     p_test = predict(parts.backbone, evaluation_batches(data.test).epoch(0))
     report = Report(p_test, p_val, n_bins=config.monitor.n_bins, resamples=config.monitor.resamples)
     for name, p in (("val", p_val), ("test", p_test)):
-        (folder.path / "predictions").mkdir(exist_ok=True)
-        p.save(folder.path / "predictions" / f"{name}.npz")
+        p.save(folder.predictions(name))
     deploy.save(deploy.of_run(config, data, parts.backbone, report.temperature or 1.0), folder.model)
-    (folder.path / "figures").mkdir(exist_ok=True)
+    folder.figures.mkdir(exist_ok=True)
     figure = report.reliability_diagram()
-    figure.savefig(folder.path / "figures" / "reliability.png", dpi=150)
+    figure.savefig(folder.figures / "reliability.png", dpi=150)
     log.figure("test/reliability", figure, progress.step)
     test = {f"test/{name}": value for name, value in report.to_dict().items()}
     summary: dict[str, Any] = {
@@ -296,7 +297,7 @@ def show_together(outcomes: Sequence[Outcome]) -> int:
         console.print(f"{o.summary['method']}: {o.folder.path}", highlight=False, soft_wrap=True)
     first = outcomes[0].folder
     root = Path(*first.path.parts[:-2]) if len(first.path.parts) > 2 else first.path
-    console.print(f"reliability diagram: {first.path / 'figures' / 'reliability.png'}", highlight=False, soft_wrap=True)
+    console.print(f"reliability diagram: {first.figures / 'reliability.png'}", highlight=False, soft_wrap=True)
     curves = shlex.join(["tensorboard", "--logdir", str(root)])
     console.print(f"curves: {curves}", highlight=False, soft_wrap=True)
     return max(o.status for o in outcomes)

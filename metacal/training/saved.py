@@ -11,8 +11,9 @@ from metacal.errors import note, require
 from metacal.models import Backbone
 from metacal.predict import predict
 from metacal.predictions import Predictions
-from metacal.training import checkpoint
-from metacal.training.folder import check_run, recorded_config
+from metacal.runs import checkpoint
+from metacal.runs.config import recorded_config
+from metacal.runs.folder import check_run
 from metacal.training.setup import build_backbone, choose_device, evaluation_batches, prepare_data
 
 __all__ = ["SavedRun", "load_run", "predict_run"]

@@ -41,8 +41,8 @@ def main() -> None:
     from images import write_images
 
     from metacal.config.compose import compose
+    from metacal.runs.folder import RunFolder
     from metacal.studies.grid import load_series
-    from metacal.training.folder import RunFolder
     from metacal.training.run import run
 
     print("| model | monitor | training, s | steps | a turn, s | in steps | unbounded | in a long run | one in |")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 from fuzz.attack import attack
-from metacal.config.compose import compose, config_dir, to_yaml
 
 from metacal.cli import main
+from metacal.config.compose import compose, config_dir, to_yaml
 
 pytestmark = pytest.mark.slow
 

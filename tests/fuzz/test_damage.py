@@ -17,7 +17,7 @@ from reference.same_run import assert_equal
 
 from metacal.cli import main
 from metacal.errors import InputError
-from metacal.training import checkpoint
+from metacal.runs import checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from metacal.training import checkpoint
+from metacal.runs import checkpoint
 
 
 def lines(folder: Path) -> list[dict]:

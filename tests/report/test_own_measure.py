@@ -10,17 +10,17 @@ import json
 import numpy as np
 import pytest
 import torch
-from metacal.monitors import CalibrationMonitor, State
 from reference.run_folders import write_run
 
 from metacal.calibration import MEASURES, CalibrationAccumulator, bootstrap, bootstrap_all, compare
 from metacal.commands.compare import compare_command
+from metacal.monitors import CalibrationMonitor, State
 from metacal.predictions import Predictions
 from metacal.report import Report
-from metacal.report.compare import compare_runs
 from metacal.report.html import comparison_page
-from metacal.report.runs import find_runs, group_runs, load_runs
+from metacal.report.judge import compare_runs
 from metacal.report.tables import column_of, comparison
+from metacal.runs.record import find_runs, group_runs, load_runs
 
 FILE = """
 from metacal.calibration import MEASURES, Measure, Streamed

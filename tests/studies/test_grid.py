@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from metacal.config.compose import compose
 from metacal.errors import InputError
+from metacal.runs.naming import folder_of
 from metacal.studies.grid import expand, grid_jobs, load_study, study_names
-from metacal.training.folder import folder_of
 
 
 def test_expand_is_the_product_with_the_last_key_fastest():

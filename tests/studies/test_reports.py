@@ -10,10 +10,10 @@ import pytest
 
 from metacal.calibration import ece
 from metacal.predictions import Predictions
+from metacal.runs.folder import RunFolder
 from metacal.studies import compare, methods, optimizers, validation
 from metacal.studies.footer import over_seeds
 from metacal.studies.grid import Study, grid_jobs
-from metacal.training.folder import RunFolder
 from metacal.training.run import run
 
 

@@ -47,7 +47,7 @@ def stand_ins(monkeypatch):
 
     def start(job, threads, gpu):
         job.folder.path.mkdir(parents=True, exist_ok=True)
-        with open(runner.log_of(job), "a") as log:
+        with open(job.folder.log, "a") as log:
             words = [str(job.folder.path), str(job.config.seed), str(seconds[0])]
             environment = os.environ | {"STAND_IN_GPU": str(gpu)}
             return subprocess.Popen(
@@ -90,13 +90,13 @@ def test_finished_runs_are_kept_and_a_failure_stops_no_other(tmp_path, stand_ins
     with pytest.raises(RunError, match=r"1 of 3 runs failed \(seed=13\)"):
         runner.require_all_done(states)
     err = capsys.readouterr().err
-    assert "something went wrong" in err and str(runner.log_of(jobs[1])) in err
+    assert "something went wrong" in err and str(jobs[1].folder.log) in err
     runner.require_all_done([states[0], states[2]])
     # The same again: only what failed is run.
     began = (jobs[2].folder.path / "began").read_text()
     runner.run_missing(jobs, 1)
     assert (jobs[2].folder.path / "began").read_text() == began
-    assert runner.log_of(jobs[1]).read_text().count("working") == 2
+    assert jobs[1].folder.log.read_text().count("working") == 2
 
 
 def test_all_finished_starts_nothing(tmp_path, stand_ins, capsys):

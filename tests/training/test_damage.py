@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from metacal.cli import main
-from metacal.training import checkpoint
-from metacal.training.folder import read_line, read_metrics
+from metacal.runs import checkpoint
+from metacal.runs.folder import read_line, read_metrics
 
 WORDS = ["method=gamma_net", "model.hidden=[8]", "data.train_size=200", "epochs=2", "monitor.resamples=0", "threads=1"]
 

@@ -25,7 +25,7 @@ from metacal.monitors import MONITORS
 from metacal.optim import OPTIMIZERS, SCHEDULES, TRANSPOSES
 from metacal.optim.transpose import transposed_update
 from metacal.penalties import PENALTIES
-from metacal.report.settings import defaults_of
+from metacal.runs.settings import defaults_of
 from metacal.training.dashboards import layout
 
 WORDS = [

@@ -328,7 +328,7 @@ def test_other_peoples_files_are_left_alone(tmp_path, capsys):
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path, capsys):
-    from metacal.training.folder import RunFolder
+    from metacal.runs.folder import RunFolder
 
     folder = tmp_path / "run"
     folder.mkdir()
@@ -348,14 +348,15 @@ def test_a_sweep_with_a_bad_value_starts_nothing(tmp_path, monkeypatch, capsys):
 
 def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(finished):
     from metacal.errors import RunError
+    from metacal.runs.folder import RunFolder
     from metacal.training.loop import require_finite_weights
 
     net = torch.nn.Linear(2, 2)
-    require_finite_weights(net, 7, finished)
+    require_finite_weights(net, 7, RunFolder(finished))
     with torch.no_grad():
         net.bias[1] = float("inf")
     with pytest.raises(RunError, match=r"not finite after step 7; the last good checkpoint is .*last\.pt"):
-        require_finite_weights(net, 7, finished)
+        require_finite_weights(net, 7, RunFolder(finished))
     with pytest.raises(RunError, match="nothing was saved"):
         require_finite_weights(net, 7, None)
 

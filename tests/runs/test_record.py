@@ -11,8 +11,8 @@ from reference.run_folders import made_up, write_run
 from metacal.config.compose import compose, config_dir
 from metacal.errors import InputError
 from metacal.report.caveats import unequal_conditions, unequal_data, unequal_times
-from metacal.report.runs import find_runs, group_runs, load_runs, require_same_samples
-from metacal.report.settings import defaults_of, equal_settings, flat_settings, short_names, show_value
+from metacal.runs.record import find_runs, group_runs, load_runs, require_same_samples
+from metacal.runs.settings import defaults_of, equal_settings, flat_settings, short_names, show_value
 
 
 def groups_of(*words):

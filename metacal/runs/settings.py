@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from metacal.config.resolve import complete
 from metacal.config.resolve import flat as flat_settings
 from metacal.config.words import config_dir
-from metacal.training.folder import NOT_IN_NAME
+from metacal.runs.naming import NOT_IN_NAME
 
 __all__ = [
     "defaults_of",

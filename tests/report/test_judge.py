@@ -19,8 +19,8 @@ from metacal.calibration import MEASURES, TemperatureScaling
 from metacal.config.compose import config_dir
 from metacal.errors import InputError
 from metacal.jsonio import to_json
-from metacal.report.compare import compare_runs, load_predictions
 from metacal.report.html import comparison_page, figures_of
+from metacal.report.judge import compare_runs, load_predictions
 from metacal.report.run_figures import (
     accuracy_ece_plane,
     curves_of,
@@ -28,8 +28,8 @@ from metacal.report.run_figures import (
     risk_coverage,
     training_curves,
 )
-from metacal.report.runs import find_runs, group_runs, load_runs
 from metacal.report.significance import difference, moderated
+from metacal.runs.record import find_runs, group_runs, load_runs
 
 METHODS = {"cross_entropy": 3.0, "focal": 1.0, "brier": 1.05}  # sharpness of the logits: 1 is calibrated
 

@@ -21,8 +21,6 @@ from metacal.calibration import MEASURES, scale_by
 from metacal.errors import InputError, require, require_choice
 from metacal.predictions import Predictions
 from metacal.report.comparison import Judged, RunComparison
-from metacal.report.runs import Group, LeftOut, Run, group_runs, require_same_samples
-from metacal.report.settings import show_value
 from metacal.report.significance import (
     MANY,
     Difference,
@@ -35,6 +33,8 @@ from metacal.report.significance import (
     stack,
 )
 from metacal.report.tables import central, is_scaled, summarise
+from metacal.runs.record import Group, LeftOut, Run, group_runs, require_same_samples
+from metacal.runs.settings import show_value
 
 __all__ = ["compare_runs", "load_predictions"]
 

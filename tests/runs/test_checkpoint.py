@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from metacal.errors import InputError, RunError
-from metacal.training import checkpoint
+from metacal.runs import checkpoint
 
 
 def test_what_is_saved_is_loaded(tmp_path):

@@ -11,36 +11,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from metacal.errors import InputError, RunError, require
+from metacal.errors import InputError, require
+from metacal.files import write_atomically
 
-__all__ = ["epoch_of", "load", "load_weights", "rng_state", "save", "set_rng_state", "write_atomically"]
+__all__ = ["epoch_of", "load", "load_weights", "rng_state", "save", "set_rng_state"]
 
 FORMAT = 1
 _SEAL = b"metacal sha256 "
 _SEAL_BYTES = len(_SEAL) + 64
-
-
-def write_atomically(path: Path, write: Any) -> None:
-    """Call `write(file)` on a temporary file in the folder of `path`, flush it to disk, then rename it to `path`.
-
-    A crash at any moment leaves either the old file or the new one, whole.
-
-    Raises:
-        RunError: when the disk is full or the folder cannot be written; the old file is kept.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w+b") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when a write comes up short
-        temporary.unlink(missing_ok=True)
-        kept = " (the one written before is kept)" if path.exists() else ""
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise RunError(f"{path} could not be written: {reason}{kept}") from error
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

@@ -24,8 +24,9 @@ from metacal.config.files import read_yaml
 from metacal.config.resolve import complete
 from metacal.errors import InputError, require
 from metacal.predictions import Predictions
-from metacal.report.settings import flat_settings, is_bookkeeping, short_names, show_value, telling
-from metacal.training.folder import RunFolder, read_metrics
+from metacal.runs.config import translated
+from metacal.runs.folder import RunFolder, read_metrics, series_of
+from metacal.runs.settings import flat_settings, is_bookkeeping, short_names, show_value, telling
 
 __all__ = ["Group", "LeftOut", "Run", "find_runs", "group_runs", "load_runs", "require_same_samples"]
 
@@ -57,6 +58,10 @@ class Run:
     watching: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    @property
     def seed(self) -> int:
         return int(self.summary["seed"])
 
@@ -81,7 +86,7 @@ class Run:
         Raises:
             InputError: when there are none, the file is damaged, or does not give the numbers of the summary.
         """
-        p = Predictions.load(self.path / "predictions" / f"{split}.npz")
+        p = Predictions.load(self.folder.predictions(split))
         if split == "test":
             was, accuracy = self.summary.get("test/accuracy"), int(p.correct.sum()) / len(p)
             require(
@@ -118,13 +123,7 @@ class Run:
     @cached_property
     def series(self) -> dict[str, dict[int, float]]:
         """metrics.jsonl as ``split/measure`` -> step -> value; lines that cannot be read are skipped."""
-        found: dict[str, dict[int, float]] = {}
-        for line in self._metrics[0]:
-            step, split = line["step"], line["split"]
-            for name, value in line.items():  # val/epoch counts the epochs that are done
-                if isinstance(value, int | float) and name != "step":
-                    found.setdefault(f"{split}/{name}", {})[step] = float(value)
-        return found
+        return series_of(self._metrics[0])
 
     @property
     def unread(self) -> Sequence[int]:
@@ -133,7 +132,7 @@ class Run:
 
     @cached_property
     def _metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
-        return read_metrics(self.path / "metrics.jsonl")
+        return read_metrics(self.folder.metrics)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,9 +207,10 @@ def _runs_in(folder: Path) -> list[Path]:
     return runs
 
 
-def _is_run(folder: Path) -> bool:
+def _is_run(path: Path) -> bool:
     """A run's folder has its config; one that a study started and that failed before that has its log alone."""
-    return (folder / "config.yaml").is_file() or ((folder / "log.txt").is_file() and folder.name.startswith("seed"))
+    folder = RunFolder(path)
+    return folder.config.is_file() or (folder.log.is_file() and path.name.startswith("seed"))
 
 
 def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
@@ -235,18 +235,19 @@ def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
 
 def _load_run(path: Path) -> Run:
     """Raises InputError with what is wrong, without the path."""
-    require((path / "config.yaml").is_file(), "stopped before training began; its log.txt says why")
+    folder = RunFolder(path)
+    require(folder.config.is_file(), f"stopped before training began; its {folder.log.name} says why")
     try:
-        config = read_yaml(path / "config.yaml")
+        config = translated(read_yaml(folder.config))
     except InputError:
-        raise InputError("its config.yaml cannot be read") from None
-    require("method" in config, "its config.yaml is not that of a run")
-    if not (path / "summary.json").is_file():
-        raise InputError(_how_far(path, config))
+        raise InputError(f"its {folder.config.name} cannot be read") from None
+    require("method" in config, f"its {folder.config.name} is not that of a run")
+    if not folder.summary.is_file():
+        raise InputError(_how_far(folder, config))
     try:
-        summary = RunFolder(path).read_summary()
+        summary = folder.read_summary()
     except InputError:
-        raise InputError("its summary.json is damaged or not that of a run") from None
+        raise InputError(f"its {folder.summary.name} is damaged or not that of a run") from None
     settings = flat_settings(complete(config))
     return Run(
         path,
@@ -256,12 +257,12 @@ def _load_run(path: Path) -> Run:
     )
 
 
-def _how_far(path: Path, config: Mapping[Any, Any]) -> str:
+def _how_far(folder: RunFolder, config: Mapping[Any, Any]) -> str:
     """Why a run without a summary has none."""
     epochs = config.get("epochs", "?")
-    done = int(max(Run(path, {}, {}).series.get("val/epoch", {}).values(), default=0))
-    if (path / "checkpoints" / "last.pt").is_file():
-        return f"unfinished after {done} of {epochs} epochs; `metacal train resume={path}` goes on with it"
+    done = int(max(series_of(read_metrics(folder.metrics)[0]).get("val/epoch", {}).values(), default=0))
+    if folder.last.is_file():
+        return f"unfinished after {done} of {epochs} epochs; `metacal train resume={folder.path}` goes on with it"
     return f"unfinished, and stopped before its first checkpoint (epochs: {epochs})"
 
 

@@ -1,0 +1,1 @@
+"""Run folders: their format, and what is read back from them."""

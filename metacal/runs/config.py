@@ -1,0 +1,117 @@
+"""The config of a run that is there: read from its folder, also where that is damaged or old, and compared."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from metacal.config import Config
+from metacal.config.compose import from_dictionary
+from metacal.config.files import plain_keys
+from metacal.errors import InputError, note, require
+from metacal.runs.folder import RunFolder
+from metacal.runs.naming import NOT_IN_NAME
+
+__all__ = ["differing_keys", "recorded_config", "require_same_config", "stated_config", "translated"]
+
+_SECTIONS = {"method", "data", "model", "loss", "gamma", "optimizer", "schedule", "meta", "monitor"}  # of every config
+
+
+def translated(plain: dict[str, Any]) -> dict[str, Any]:
+    """A run's config as this version says it: what older ones called otherwise is put right.
+
+    Milestones of gamma were epochs before they were fractions of the training, and the engine could be called auto.
+    """
+    gamma, meta = plain.get("gamma"), plain.get("meta")
+    if isinstance(gamma, dict) and isinstance(milestones := gamma.get("milestones"), list):
+        epochs = plain.get("epochs")
+        if isinstance(epochs, int) and milestones and all(isinstance(at, int) and at >= 1 for at in milestones):
+            fractions = [at / epochs for at in milestones]
+            plain = {**plain, "gamma": {**gamma, "milestones": fractions}}
+    if isinstance(meta, dict) and meta.get("engine") == "auto":
+        plain = {**plain, "meta": {**meta, "engine": "forward"}}
+    return plain
+
+
+def stated_config(folder: RunFolder) -> Config:
+    """What config.yaml says.
+
+    Raises:
+        InputError: it is not there, or damaged.
+    """
+    try:
+        return _parsed(folder.config.read_bytes(), str(folder.config))
+    except OSError as error:
+        raise InputError(f"{folder.config} cannot be read: {error.strerror}") from None
+
+
+def _parsed(text: bytes | str, where: str) -> Config:
+    plain = plain_keys(text, where)
+    missing = _SECTIONS - plain.keys()
+    require(not missing, f"{where} is damaged: it has no {', '.join(sorted(missing))}")
+    try:
+        return from_dictionary(translated(plain), ())
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def recorded_config(folder: RunFolder, state: Mapping[str, Any] | None = None) -> Config:
+    """The config that a run was started with: the copy in its checkpoint's `state` before what config.yaml says.
+
+    Where config.yaml cannot be read or says something else than the copy, that is told. Without `state` a checkpoint
+    is only looked at if config.yaml cannot be read.
+
+    Raises:
+        InputError: neither is there.
+    """
+    trouble, said = "", None
+    try:
+        said = stated_config(folder)
+    except InputError as error:
+        trouble, state = str(error), state or folder.read_checkpoint()
+    copy = state.get("config") if state is not None else None
+    if not copy:  # of a run that is older than these copies
+        require(said is not None, f"{trouble}, and no checkpoint of {folder.path} has a copy of it")
+        assert said is not None
+        return said
+    config = _parsed(copy, f"the config in a checkpoint of {folder.path}")
+    if said is not None and (keys := differing_keys(asdict(said), asdict(config))):
+        trouble = f"{folder.config} was changed or damaged: another {', '.join(keys)}"
+    if trouble:
+        note(f"{trouble}; the checkpoint's copy of the config is taken")
+    return config
+
+
+def require_same_config(config: Config, folder: RunFolder) -> None:
+    """A run is gone on with, or its results reused, only under the config that it was started with.
+
+    Raises:
+        InputError: naming the keys that differ.
+    """
+    own = asdict(config)
+    keys = differing_keys(asdict(recorded_config(folder)), own)
+    if keys and (state := folder.read_checkpoint()) is not None:  # config.yaml may be damaged
+        keys = differing_keys(asdict(recorded_config(folder, state)), own)
+    if keys:
+        state_of = "a finished" if folder.finished else "an interrupted"
+        how = "choose another name=…" if folder.finished else f"go on with it by {shlex.quote(f'resume={folder.path}')}"
+        raise InputError(
+            f"{folder.path} holds {state_of} run with another {', '.join(keys)}; {how}, or start over with "
+            "overwrite=true"
+        )
+
+
+def differing_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """The dotted keys whose values differ between two resolved configs, those of `NOT_IN_NAME` left out."""
+    keys: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        if not prefix and key in NOT_IN_NAME - {"seed", "method"}:
+            continue
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            keys += differing_keys(a, b, f"{prefix}{key}.")
+        elif a != b:
+            keys.append(prefix + key)
+    return keys

@@ -1,0 +1,229 @@
+"""The format of a run folder: the names of its files, how each is written and read, and what state a run is in.
+
+config.yaml              every key; the copy in each checkpoint counts where they differ
+command.txt              what the run was started with
+metrics.jsonl            a line for each logged step: {"step": …, "epoch": …, "split": …, name: number or null, …}
+summary.json             written last
+model.pt                 the calibrated model
+checkpoints/             last.pt, best.pt, and epochNNNN.pt of those that are kept
+predictions/             val.npz, test.npz
+figures/                 reliability.png, shift.png
+shift.json               what `metacal evaluate --shift` measured
+events.out.tfevents.*    TensorBoard's
+log.txt                  the output of a run that a sweep or a study started
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from metacal.config.files import read_yaml
+from metacal.errors import InputError, require
+from metacal.files import write_atomically
+from metacal.jsonio import to_json
+from metacal.runs import checkpoint
+
+__all__ = ["RunFolder", "check_run", "read_line", "read_metrics", "series_of"]
+
+
+class RunFolder:
+    """The folder of a run at `path`; the files are where the module's docstring says."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.command = self.path / "command.txt"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
+        self.model = self.path / "model.pt"
+        self.shift = self.path / "shift.json"
+        self.log = self.path / "log.txt"
+        self.figures = self.path / "figures"
+        self.last = self.checkpoint("last")
+        self.best = self.checkpoint("best")
+
+    def checkpoint(self, name: str | int) -> Path:
+        """Of a name, or of the weights that are kept after an epoch."""
+        return self.path / "checkpoints" / f"{name if isinstance(name, str) else f'epoch{name:04d}'}.pt"
+
+    def checkpoints(self) -> list[Path]:
+        return sorted(self.last.parent.glob("*.pt"))
+
+    def predictions(self, split: str) -> Path:
+        return self.path / "predictions" / f"{split}.npz"
+
+    def event_files(self) -> list[Path]:
+        """TensorBoard's, the oldest first."""
+        return sorted(self.path.glob("events.out.tfevents.*"))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run ended and its summary can be read; a damaged one is made again from the last checkpoint."""
+        try:
+            self.read_summary()
+        except InputError:
+            return False
+        return True
+
+    @property
+    def interrupted(self) -> bool:
+        return self.last.is_file() and not self.finished
+
+    @property
+    def taken(self) -> bool:
+        """Whether a run ended here, even if its summary is damaged, or can be gone on with."""
+        return self.summary.exists() or self.last.is_file()
+
+    def create(self) -> None:
+        """Make the folder and prove that it can be written.
+
+        Raises:
+            InputError: with the reason that the system gives, or because somebody else's files lie there.
+        """
+        ours = {"method", "gamma", "meta"} <= _keys_of(self.config)
+        files = self.config.is_file() or any(self.last.parent.glob("*"))
+        if files and not ours and self.read_checkpoint() is None:
+            raise InputError(f"{self.path} holds files that are not a metacal run's; choose another folder")
+        try:
+            self.last.parent.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".write-test"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise InputError(
+                f"run folder {self.path} cannot be written: {error.strerror or error}; choose another with "
+                "runs=FOLDER or run_dir=FOLDER"
+            ) from None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from working in this folder for the block.
+
+        Raises:
+            InputError: when another one does.
+        """
+        try:
+            import fcntl
+        except ImportError:  # no such locks on this system
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(f"{self.path} is in use: another process trains there") from None
+            yield
+
+    def clear(self) -> None:
+        """Remove what an earlier run left here: the files that a run writes, no others."""
+        files = [self.config, self.command, self.metrics, self.summary, self.model, self.shift]
+        files += [*self.event_files(), *self.checkpoints()]
+        files += [*self.path.glob("predictions/*.npz"), *self.figures.glob("*.png")]
+        for file in files:
+            file.unlink(missing_ok=True)
+
+    def write_config(self, text: str) -> None:
+        _write(self.config, text)
+
+    def write_command(self, command: str) -> None:
+        """Keep what the run was started with, in the shell's quotes, for the summary that it writes at its end."""
+        _write(self.command, command + "\n")
+
+    def read_command(self) -> str | None:
+        """What the run was started with; None where nothing says it."""
+        return self.command.read_text(errors="replace").rstrip("\n") if self.command.is_file() else None
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        _write(self.summary, to_json(summary) + "\n")
+
+    def write_shift(self, measured: Mapping[str, Any]) -> None:
+        _write(self.shift, to_json(measured) + "\n")
+
+    def read_summary(self) -> dict[str, Any]:
+        """What the run wrote when it ended.
+
+        Raises:
+            InputError: there is no summary, or it is damaged.
+        """
+        try:
+            summary = json.loads(self.summary.read_bytes())
+            summary["method"], int(summary["seed"]), summary["data"]["fingerprint"]
+        except FileNotFoundError:
+            raise InputError(f"{self.path} has no summary.json: the run has not ended") from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            raise InputError(f"{self.summary} is damaged or not that of a run") from None
+        return summary
+
+    def read_checkpoint(self) -> dict[str, Any] | None:
+        """The last checkpoint, or else the best; None where neither can be read."""
+        for file in (self.last, self.best):
+            try:
+                return checkpoint.load(file)
+            except InputError:
+                continue
+        return None
+
+
+def _write(file: Path, text: str) -> None:
+    write_atomically(file, lambda handle: handle.write(text.encode()))
+
+
+def _keys_of(file: Path) -> set[str]:
+    """The top-level keys of a YAML file; none if it is not one."""
+    try:
+        return set(read_yaml(file))
+    except InputError:
+        return set()
+
+
+def read_line(text: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl: `step`, `epoch`, `split`, and numbers or None by name; None where it cannot be read."""
+    try:
+        line = json.loads(text)
+        split = line.pop("split")
+        good = isinstance(split, str) and isinstance(line["step"], int) and isinstance(line["epoch"], int)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    good = good and all(value is None or isinstance(value, int | float) for value in line.values())
+    return {**line, "split": split} if good else None
+
+
+def read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The lines of a metrics.jsonl, and the numbers (from 1) of those that cannot be read; none where there is no file.
+
+    Raises:
+        InputError: the file is there and cannot be opened.
+    """
+    try:
+        texts = file.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    lines = [read_line(text) for text in texts]
+    return [line for line in lines if line is not None], [
+        number for number, (text, line) in enumerate(zip(texts, lines), 1) if line is None and text.strip()
+    ]
+
+
+def series_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """The lines of a metrics.jsonl as ``split/measure`` -> step -> value; ``split/epoch`` are the epochs done."""
+    series: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in ("step", "split") and value is not None:
+                series.setdefault(f"{line['split']}/{name}", {})[line["step"]] = float(value)
+    return series
+
+
+def check_run(path: str | Path) -> RunFolder:
+    """The run folder at `path`, or an error that says what is missing there."""
+    folder = RunFolder(path)
+    require(folder.path.is_dir(), f"run folder {path} does not exist")
+    require(folder.config.is_file(), f"{path} is no run folder: it has no config.yaml")
+    return folder

@@ -112,25 +112,40 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.failure is not None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        form = self._forms.get(func) or (None if func in RULES else opened(func))
+        if form is None and func not in RULES:
+            return self._called_without_rule(func, args, kwargs)
         given = {id(t): t for t in tensors((*args, *kwargs.values()))}
         if not any(t.requires_grad for t in given.values()):
             return func(*args, **kwargs)
+        if form is None:
+            return self._called(func, args, kwargs, given)
         if func is Tensor.register_hook:
             self.failure = "a hook may change the gradient of a tensor, which its derivative cannot tell"
-            return func(*args, **kwargs)
-        form = self._forms.get(func) or (None if func in RULES else opened(func))
-        if form is not None and func not in self._open:
-            self._open.append(func)
-            try:
-                with self:
-                    return form(*args, **kwargs)
-            finally:
-                self._open.pop()
+        if func is Tensor.register_hook or func in self._open:
+            return self._called_without_rule(func, args, kwargs)
+        self._open.append(func)
+        try:
+            with self:
+                return form(*args, **kwargs)
+        finally:
+            self._open.pop()
+
+    def _called_without_rule(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if any(t.requires_grad for t in tensors((out,))):
+            given = {id(t): t for t in tensors((*args, *kwargs.values()))}
+            moves = any(t.requires_grad for t in given.values())
+            if moves and any(t.requires_grad and self._is_new(t, given) for t in tensors((out,))):
+                self.failure = f"{getattr(func, '__name__', func)}: no rule for its derivatives"
+        return out
+
+    def _called(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], given: dict[int, Tensor]) -> Any:
+        """A function with a rule, noted if its result is new and depends on the parameters."""
         # looked up before the call, which may work in place
         seen = {key: self._operand(t) for key, t in given.items()}
         if needs_old_value(func, args):
-            old = seen[id(args[0])]
-            seen[id(args[0])] = self._kept(args[0].clone(), old.slot)
+            seen[id(args[0])] = self._kept(args[0].clone(), seen[id(args[0])].slot)
         out = func(*args, **kwargs)
         result = args[0] if func is Tensor.__setitem__ else out
         if any(t.requires_grad and self._is_new(t, given) for t in tensors((result,))):
@@ -161,8 +176,6 @@ class Tape(TorchFunctionMode):
         for o in seen.values():
             if o.slot == -1:
                 raise NotImplementedError(f"an input depends on the parameters in a way that is not known{_maker(o)}")
-        if func not in RULES:
-            raise NotImplementedError("no rule for its derivatives")
         inputs = [o.slot for o in seen.values() if o.slot is not None]
         results = {id(t): self._kept(t, self._note(t) if t.requires_grad else None) for t in tensors((out,))}
         push = RULES[func](

@@ -21,7 +21,7 @@ _HOME = {
     "Report": "metacal.report.report",
     "evaluate": "metacal.report.report",
     "fit": "metacal.training.fit",
-    "load": "metacal.deploy",
+    "load": "metacal.training.saved",
 }
 _MODULES = ("bilevel", "calibration", "curvature", "data", "losses", "margins", "models", "optim", "penalties")
 
@@ -30,13 +30,14 @@ __all__ = [*_HOME, *_MODULES, "__version__"]
 if TYPE_CHECKING:  # what type checkers and editors see
     from metacal import bilevel, calibration, curvature, data, losses, margins, models, optim, penalties
     from metacal.bilevel import MetaStep
-    from metacal.deploy import CalibratedModel, load
+    from metacal.deploy import CalibratedModel
     from metacal.errors import InputError
     from metacal.gamma import GammaNet
     from metacal.models.backbone import Backbone
     from metacal.predictions import Predictions
     from metacal.report.report import Report, evaluate
     from metacal.training.fit import Fit, fit
+    from metacal.training.saved import load
 
 
 def __getattr__(name: str) -> Any:

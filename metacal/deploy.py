@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from metacal import __version__
-from metacal.calibration import TemperatureScaling
 from metacal.config import Config, ModelConfig
 from metacal.data import Data, InputKind, Task, Transform
 from metacal.data.arrays import as_tensor, is_image
@@ -26,12 +25,9 @@ from metacal.errors import require
 from metacal.models import Backbone, build_model
 from metacal.models.factory import Architecture, architecture_of
 from metacal.modes import evaluation_mode
-from metacal.predict import predict
-from metacal.predictions import Predictions
 from metacal.runs import checkpoint
-from metacal.runs.folder import RunFolder
 
-__all__ = ["CalibratedModel", "load", "save"]
+__all__ = ["CalibratedModel", "load_file", "of_run", "save"]
 
 
 class CalibratedModel(nn.Module):
@@ -126,11 +122,8 @@ def save(model: CalibratedModel, path: str | Path) -> None:
     checkpoint.save(Path(path), state)
 
 
-def load(path: str | Path, model: nn.Module | None = None, device: str | torch.device = "cpu") -> CalibratedModel:
-    """The calibrated model in a file that `save` wrote, or of a run folder of `metacal train`.
-
-    A run that is not finished, or was made before runs kept such a file, is loaded from its best checkpoint, which
-    needs the data that it was trained on.
+def load_file(path: str | Path, model: nn.Module | None = None, device: str | torch.device = "cpu") -> CalibratedModel:
+    """The calibrated model in a file that `save` wrote; `metacal.load` takes run folders too.
 
     Args:
         model: the network for the weights, made by your own code; needed where the file cannot make it.
@@ -139,11 +132,6 @@ def load(path: str | Path, model: nn.Module | None = None, device: str | torch.d
         InputError: for a path without a model, a damaged file, and a network that the weights do not fit.
     """
     file = Path(path)
-    if file.is_dir():
-        require(model is None, f"{path} is a run folder, whose config says what the model is: leave out model")
-        file = RunFolder(file).model
-        if not file.is_file():
-            return from_run(path).to(device)
     require(file.is_file(), f"{path} does not exist")
     state = checkpoint.load(file, "cpu", of_run=False)
     require(state.get("contains") == "model", f"{file} is no saved model, but the state of a training: load its run")
@@ -159,21 +147,6 @@ def load(path: str | Path, model: nn.Module | None = None, device: str | torch.d
     checkpoint.load_weights(model, state["weights"], str(file))
     task = Task(backbone.n_classes, _DTYPES[state["dtype"]], state["class_names"])
     return CalibratedModel(backbone, _kind(state["inputs"]), task, state["temperature"], state["image_size"]).to(device)
-
-
-def from_run(path: str | Path) -> CalibratedModel:
-    """The model at the best checkpoint of a run, its data made again; the temperature is fitted on val.
-
-    Raises:
-        InputError: when the folder is no run, has no checkpoint, or its data cannot be read or have changed.
-    """
-    from metacal.training.saved import load_run
-    from metacal.training.setup import evaluation_batches
-
-    config, data, backbone = load_run(path, "cpu")
-    known = RunFolder(path).predictions("val")
-    val = Predictions.load(known) if known.is_file() else predict(backbone, evaluation_batches(data.val).epoch(0))
-    return of_run(config, data, backbone, TemperatureScaling().fit(val).temperature)
 
 
 def of_run(config: Config, data: Data, backbone: Backbone, temperature: float) -> CalibratedModel:

@@ -6,24 +6,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from metacal import losses
 from metacal.errors import require
 from metacal.options import check_options, option
+from metacal.penalties.part import Penalty
 
 __all__ = ["Loss", "Penalty", "Term", "Weighting", "build_loss", "build_penalties"]
 
 Loss = Callable[..., Tensor]
 """`(logits (N, K), labels (N,)[, gamma]) -> (N,)`."""
-
-Penalty = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""`(model, x, y, logits, features) -> scalar`: of the backbone's parameters, never of the gamma source's.
-
-One with an attribute `step` draws at random: it is told the number of the step, and draws from that alone. One with an
-attribute `offset` is told which sample of the batch is its first, where a batch is taken in parts.
-One with a true attribute `batchwise` is no mean over samples, and so not the sum of its values on parts of a batch.
-"""
 
 
 @dataclass

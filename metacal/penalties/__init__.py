@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from metacal.errors import require_choice
-from metacal.objective import Penalty
 from metacal.options import built, option
 from metacal.penalties.adversarial import RobustKL, perturbed, robust_kl
 from metacal.penalties.batch import batch_penalties
@@ -31,7 +30,7 @@ from metacal.penalties.margin import (
     mbls,
     robust_margin_tail,
 )
-from metacal.penalties.part import PenaltyPart
+from metacal.penalties.part import Penalty, PenaltyPart
 from metacal.penalties.pixels import Pixels
 from metacal.penalties.trace import check_trace, gn_trace, hessian_trace, trace_and_route
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,16 @@ from torch import Tensor, nn
 
 from metacal.options import check_options
 
-__all__ = ["PenaltyPart"]
+__all__ = ["Penalty", "PenaltyPart"]
+
+
+Penalty = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""`(model, x, y, logits, features) -> scalar`: of the backbone's parameters, never of the gamma source's.
+
+One with an attribute `step` draws at random: it is told the number of the step, and draws from that alone. One with an
+attribute `offset` is told which sample of the batch is its first, where a batch is taken in parts.
+One with a true attribute `batchwise` is no mean over samples, and so not the sum of its values on parts of a batch.
+"""
 
 
 @dataclass

@@ -5,18 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch import nn
+
+from metacal.calibration import TemperatureScaling
 from metacal.config import Config
 from metacal.data import Data
+from metacal.deploy import CalibratedModel, load_file, of_run
 from metacal.errors import note, require
 from metacal.models import Backbone
 from metacal.predict import predict
 from metacal.predictions import Predictions
 from metacal.runs import checkpoint
 from metacal.runs.config import recorded_config
-from metacal.runs.folder import check_run
+from metacal.runs.folder import RunFolder, check_run
 from metacal.training.setup import build_backbone, choose_device, evaluation_batches, prepare_data
 
-__all__ = ["SavedRun", "load_run", "predict_run"]
+__all__ = ["SavedRun", "load", "load_run", "predict_run"]
 
 
 class SavedRun(NamedTuple):
@@ -62,3 +67,28 @@ def predict_run(path: str | Path, device_name: str = "auto", which: str = "best"
     """
     _, data, backbone = load_run(path, device_name, which)
     return {split.name: predict(backbone, evaluation_batches(split).epoch(0)) for split in (data.val, data.test)}
+
+
+def load(path: str | Path, model: nn.Module | None = None, device: str | torch.device = "cpu") -> CalibratedModel:
+    """The calibrated model in a file that `result.save` wrote, or of a run folder of `metacal train`.
+
+    A run that is not finished, or was made before runs kept such a file, is loaded from its best checkpoint, which
+    needs the data that it was trained on; its temperature is fitted on val.
+
+    Args:
+        model: the network for the weights, made by your own code; needed where the file cannot make it.
+
+    Raises:
+        InputError: for a path without a model, a damaged file, a network that the weights do not fit, and a run without
+            a checkpoint or whose data have changed.
+    """
+    if not Path(path).is_dir():
+        return load_file(path, model, device)
+    require(model is None, f"{path} is a run folder, whose config says what the model is: leave out model")
+    folder = RunFolder(path)
+    if folder.model.is_file():
+        return load_file(folder.model, None, device)
+    config, data, backbone = load_run(path, "cpu")
+    known = folder.predictions("val")
+    val = Predictions.load(known) if known.is_file() else predict(backbone, evaluation_batches(data.val).epoch(0))
+    return of_run(config, data, backbone, TemperatureScaling().fit(val).temperature).to(device)

@@ -1,0 +1,81 @@
+"""The plan of the house: which room may import which. An import goes down only, so that no two rooms need each other."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import metacal
+
+ROOT = Path(metacal.__file__).parent
+MAY_IMPORT = {
+    "errors": "",
+    # what everything stands on: numbers with labels, options, files, one way to run a network
+    "files": "errors",
+    "jsonio": "errors",
+    "options": "errors",
+    "predictions": "errors files",
+    "network": "errors",
+    "modes": "errors",
+    "predict": "errors modes network predictions",
+    # pure mathematics
+    "autodiff": "errors network",
+    "losses": "errors options",
+    "mixing": "errors",
+    "calibration": "errors options predictions",
+    "margins": "calibration errors modes network predictions",
+    "curvature": "autodiff errors network",
+    # what is trained, and on what
+    "data": "errors options",
+    "models": "errors network options",
+    "gamma": "calibration errors losses models modes options predictions",
+    "penalties": "autodiff calibration curvature errors margins network options",
+    "objective": "calibration errors losses options penalties",
+    "optim": "curvature errors models network options",
+    "bilevel": "autodiff calibration errors gamma mixing network objective optim",
+    "monitors": "calibration curvature errors margins models modes options predict predictions",
+    # runs
+    "config": "bilevel calibration data errors gamma losses models monitors objective optim options penalties",
+    "runs": "config errors files jsonio predictions",
+    "report": "calibration data errors network predict predictions runs",
+    "deploy": "config data errors models modes predictions runs",
+    "training": "bilevel calibration config data deploy errors gamma jsonio margins mixing models modes monitors network "
+    "objective optim options penalties predict predictions report runs",
+    "studies": "calibration config curvature data errors jsonio predict predictions report runs training",
+    "commands": "calibration config data errors jsonio monitors predict predictions report runs studies training",
+    "cli": "commands errors",
+}
+LINES = 400
+
+
+def imports(file: Path) -> set[str]:
+    """The rooms of the package that a file imports, at its top or within functions."""
+    rooms: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "metacal":
+            path = (node.module or "").split(".")
+            rooms |= {path[1]} if len(path) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            rooms |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("metacal.")}
+    return rooms - {"__version__"}
+
+
+def test_imports_go_down_only() -> None:
+    upward = []
+    for file in sorted(ROOT.rglob("*.py")):
+        room = file.relative_to(ROOT).parts[0].removesuffix(".py")
+        if room not in ("__init__", "__main__"):
+            allowed = {room, *MAY_IMPORT[room].split()}
+            upward += [f"{file.relative_to(ROOT)} imports {other}" for other in sorted(imports(file) - allowed)]
+    assert not upward
+
+
+def test_the_plan_has_no_circle() -> None:
+    order = list(TopologicalSorter({room: below.split() for room, below in MAY_IMPORT.items()}).static_order())
+    assert set(order) == set(MAY_IMPORT)
+
+
+def test_files_fit_in_the_head() -> None:
+    longer = [str(f.relative_to(ROOT)) for f in ROOT.rglob("*.py") if len(f.read_text().splitlines()) > LINES]
+    assert not longer

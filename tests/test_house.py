@@ -1,4 +1,4 @@
-"""The plan of the house: which room may import which. An import goes down only, so that no two rooms need each other."""
+"""The plan of the house: which room may import which. Imports go down only, so that no two rooms need each other."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ MAY_IMPORT = {
     "runs": "config errors files jsonio predictions",
     "report": "calibration data errors network predict predictions runs",
     "deploy": "config data errors models modes predictions runs",
-    "training": "bilevel calibration config data deploy errors gamma jsonio margins mixing models modes monitors network "
-    "objective optim options penalties predict predictions report runs",
+    "training": "bilevel calibration config data deploy errors gamma jsonio margins mixing models modes monitors "
+    "network objective optim options penalties predict predictions report runs",
     "studies": "calibration config curvature data errors jsonio predict predictions report runs training",
     "commands": "calibration config data errors jsonio monitors predict predictions report runs studies training",
     "cli": "commands errors",

@@ -90,6 +90,14 @@ def _outer(config: Config) -> None:
         f"got {meta.inner_steps}",
     )
     require(
+        meta.horizon <= meta.every,
+        f"meta.horizon must be <= meta.every={meta.every}, so that windows do not overlap, got {meta.horizon}",
+    )
+    require(
+        meta.horizon == 1 or meta.engine == "forward",
+        f"meta.horizon > 1 needs meta.engine=forward, got {meta.horizon} with {meta.engine}",
+    )
+    require(
         meta.engine != "higher" or optimizer == "sgd",
         f"meta.engine=higher unrolls only sgd, got optimizer {optimizer}; use meta.engine=forward",
     )

@@ -79,6 +79,8 @@ class OuterKeys:
 
     every: int = option(1, "one outer step every so many inner steps", low=1)
     start_epoch: int = option(0, "the first epoch with outer steps", low=0)
+    horizon: int = option(1, "training steps that an outer step is differentiated through, at most meta.every", low=1)
+    horizon_decay: float = option(1.0, "discount on each older step of the horizon", above=0, high=1)
     engine: str = option("forward", "how the hypergradient is computed", choices=ENGINES)
     inner_steps: int = option(1, "engine=higher: steps that are unrolled", low=1)
     optimizer: str = option("adam", "of what is learned", choices=("adam", "sgd"))

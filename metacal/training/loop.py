@@ -76,110 +76,155 @@ def train(
             that cannot be written.
         KeyboardInterrupt: when `stop` asked for it; what was done is saved.
     """
-    p = progress or Progress()
-    step, train_batches = parts.step, parts.train
-    per_epoch = len(train_batches)
-    total = config.epochs * per_epoch
-    schedule, warmup_steps = schedule_of(config), round(config.schedule.warmup_epochs * per_epoch)
-    base_lrs = [group["initial_lr"] for group in parts.optimizer.param_groups]
-    save_every = max(1, round(config.checkpoint_every * per_epoch))
-    log_every = config.monitor.log_every
-    state = State(parts.backbone, p.step, p.epoch, parts.optimizer)
-    running = None
-    if config.monitor.name != "off" and config.data.mixup == 0:  # a mixed sample has no one label
-        running = RunningMeasures(config.monitor.n_bins)
-    if running is not None and p.running:
-        running.load_state_dict(p.running)
-    best = _best_weights(folder, p)
-    config_text = "" if folder is None else folder.config.read_text()  # each checkpoint has a copy
-    meta_stream: Iterator[tuple[Tensor, ...]] | None = None
-    stopping = owed = False  # a stop that was asked for, a checkpoint that is due
-    started = time.perf_counter() - p.seconds
+    run = _Training(config, parts, watch, log, console, folder, progress or Progress())
+    p, ended = run.p, False
     console.start(p.step)
-
-    def save() -> None:
-        p.seconds = time.perf_counter() - started
-        p.running = {} if running is None else running.state_dict()
-        require_finite_weights(parts.backbone, p.step, folder)
-        if folder is not None:
-            checkpoint.save(folder.last, complete_state(parts, p, watch, log, config_text))
-
-    ended = False
     while p.epoch < config.epochs and not ended:
-        for x, y in train_batches.epoch(p.epoch, start=p.batch):
-            factor = factor_at(p.step, total, warmup_steps, schedule)
-            for group, lr in zip(parts.optimizer.param_groups, base_lrs):
-                group["lr"] = lr * factor
+        for x, y in parts.train.epoch(p.epoch, start=p.batch):
+            run.step(x, y)
+            run.stopping = run.stopping or (stop is not None and stop())
+            run.save_if_due()
+        ended = run.end_epoch(after_validation)
+    run.end()
+    return p, run.best
 
-            step.epoch = p.epoch + p.batch / per_epoch
-            if (p.step + 1) % log_every == 0:
-                step.detail()
-            began = time.perf_counter()
-            with _naming_the_step(p, folder, "the training step"):
-                if parts.meta is not None and step.due and p.epoch >= config.meta.start_epoch:
-                    if meta_stream is None:
-                        meta_stream = parts.meta.forever(start=p.outer_steps)
-                    x_meta, y_meta = next(meta_stream)
-                    values = step.step(x, y, x_meta, y_meta)
-                    p.outer_steps += 1
-                else:
-                    values = step.step(x, y)
 
-            p.step += 1
-            p.batch += 1
-            state.step, state.epoch = p.step, p.epoch
-            if step.last is not None:
-                state.logits, state.gamma = step.last.logits, step.last.gamma
-            seen = values | {"lr": base_lrs[0] * factor, "ms": 1e3 * (time.perf_counter() - began)}
-            _collect(p, seen)
-            if p.step % log_every == 0:
-                _log_means(p, step.skipped, watch, log)
-            with _naming_the_step(p, folder, "measuring"):
-                if running is not None and step.last is not None and "skipped" not in values:
-                    running.add(step.last.logits, step.last.labels, step.last.gamma)
-                log.scalars(watch.measure(state, validation=False), p.step, p.epoch)
-            console.step(p.step)
-            stopping = stopping or (stop is not None and stop())
-            owed = owed or (p.step % save_every == 0 and p.batch < per_epoch)
-            if step.resting and (stopping or owed):  # a window of several steps is in no checkpoint
-                save()
-                owed = False
-                if stopping:
-                    console.stop()
-                    raise KeyboardInterrupt
+class _Training:
+    """A training under way: what happens at a step, at the end of an epoch, and when a checkpoint is due.
 
+    Attributes: `p`, where it is; `best`, the weights of the epoch with the least val NLL; `stopping`, whether a stop
+    was asked for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        watch: Watch,
+        log: RunLog,
+        console: ConsoleLog,
+        folder: RunFolder | None,
+        p: Progress,
+    ) -> None:
+        self.config, self.parts, self.watch, self.log, self.console = config, parts, watch, log, console
+        self.folder, self.p = folder, p
+        self.per_epoch = len(parts.train)
+        self.schedule, self.warmup_steps = schedule_of(config), round(config.schedule.warmup_epochs * self.per_epoch)
+        self.base_lrs = [group["initial_lr"] for group in parts.optimizer.param_groups]
+        self.save_every = max(1, round(config.checkpoint_every * self.per_epoch))
+        self.state = State(parts.backbone, p.step, p.epoch, parts.optimizer)
+        self.running: RunningMeasures | None = None
+        if config.monitor.name != "off" and config.data.mixup == 0:  # a mixed sample has no one label
+            self.running = RunningMeasures(config.monitor.n_bins)
+            if p.running:
+                self.running.load_state_dict(p.running)
+        self.best = _best_weights(folder, p)
+        self.config_text = "" if folder is None else folder.config.read_text()  # each checkpoint has a copy
+        self.meta_stream: Iterator[tuple[Tensor, ...]] | None = None
+        self.stopping = self.owed = False  # a stop that was asked for, a checkpoint that is due
+        self.started = time.perf_counter() - p.seconds
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One training step, and what is watched and logged of it."""
+        p, step, state = self.p, self.parts.step, self.state
+        factor = factor_at(p.step, self.config.epochs * self.per_epoch, self.warmup_steps, self.schedule)
+        for group, lr in zip(self.parts.optimizer.param_groups, self.base_lrs):
+            group["lr"] = lr * factor
+        step.epoch = p.epoch + p.batch / self.per_epoch
+        log_due = (p.step + 1) % self.config.monitor.log_every == 0
+        if log_due:
+            step.detail()
+        began = time.perf_counter()
+        with _naming_the_step(p, self.folder, "the training step"):
+            values = step.step(x, y, *self._meta_batch())
+        p.step += 1
+        p.batch += 1
+        state.step, state.epoch = p.step, p.epoch
+        if step.last is not None:
+            state.logits, state.gamma = step.last.logits, step.last.gamma
+        _collect(p, values | {"lr": self.base_lrs[0] * factor, "ms": 1e3 * (time.perf_counter() - began)})
+        if log_due:
+            _log_means(p, step.skipped, self.watch, self.log)
+        with _naming_the_step(p, self.folder, "measuring"):
+            if self.running is not None and step.last is not None and "skipped" not in values:
+                self.running.add(step.last.logits, step.last.labels, step.last.gamma)
+            self.log.scalars(self.watch.measure(state, validation=False), p.step, p.epoch)
+        self.console.step(p.step)
+
+    def _meta_batch(self) -> tuple[Tensor, ...]:
+        """The next one, if the coming step has an outer part."""
+        meta, p = self.parts.meta, self.p
+        if meta is None or not self.parts.step.due or p.epoch < self.config.meta.start_epoch:
+            return ()
+        if self.meta_stream is None:
+            self.meta_stream = meta.forever(start=p.outer_steps)
+        batch = next(self.meta_stream)
+        p.outer_steps += 1
+        return batch
+
+    def save_if_due(self) -> None:
+        """After a step: a checkpoint within an epoch, or the last one before a stop.
+
+        A window of several steps is in no checkpoint: it is waited for.
+        """
+        p = self.p
+        self.owed = self.owed or (p.step % self.save_every == 0 and p.batch < self.per_epoch)
+        if self.parts.step.resting and (self.stopping or self.owed):
+            self.save()
+            if self.stopping:
+                self.console.stop()
+                raise KeyboardInterrupt
+
+    def save(self) -> None:
+        p, self.owed = self.p, False
+        p.seconds = time.perf_counter() - self.started
+        p.running = {} if self.running is None else self.running.state_dict()
+        require_finite_weights(self.parts.backbone, p.step, self.folder)
+        if self.folder is not None:
+            state = complete_state(self.parts, p, self.watch, self.log, self.config_text)
+            checkpoint.save(self.folder.last, state)
+
+    def end_epoch(self, after_validation: Callable[[dict[str, float]], bool] | None) -> bool:
+        """Update what learns once an epoch, validate and save, each where it is due. Whether the training ends here."""
+        p, parts, config, folder, ended = self.p, self.parts, self.config, self.folder, False
         p.epoch, p.batch = p.epoch + 1, 0
         if parts.held_out is not None and parts.gamma is not None:
             parts.gamma.update(predict(parts.backbone, parts.held_out.epoch(0)))  # type: ignore[operator]
         if p.epoch % config.monitor.val_every == 0 or p.epoch == config.epochs:
-            if p.sums:
-                _log_means(p, step.skipped, watch, log)  # a short epoch has its line too
-            with _naming_the_step(p, folder, "validation"):
-                values = _validate(config, p, parts, state, watch, running, log)
-            if p.best_epoch == 0 or values["val/nll"] < p.best_nll:
-                p.best_nll, p.best_epoch = values["val/nll"], p.epoch
-                best = copy.deepcopy(dict(parts.backbone.state_dict()))
-                if folder is not None:
-                    _save_weights(folder.best, best, p, config_text)
-            console.epoch(
-                p.epoch,
-                {k.removeprefix("val/"): v for k, v in values.items()},
-                ("accuracy", "nll", "ece"),
-            )
-            ended = after_validation is not None and after_validation(dict(log.history[-1]))
+            self._validate()
+            ended = after_validation is not None and after_validation(dict(self.log.history[-1]))
         if folder is not None and config.keep_every and p.epoch % config.keep_every == 0:
-            _save_weights(folder.checkpoint(p.epoch), parts.backbone.state_dict(), p, config_text)
-        owed = owed or p.epoch * per_epoch % save_every == 0 or save_every < per_epoch
-        if ended or p.epoch == config.epochs or (owed and step.resting):
-            save()
-            owed = False
-    p.seconds = time.perf_counter() - started
-    if config.monitor.figures_every:
-        if state.val is None:  # the run had stopped after its last validation
-            state.val, state.epoch = predict(parts.backbone, parts.val.epoch(0)), p.epoch
-        log.figures(_figures(config, state, running), p.step)
-    console.stop()
-    return p, best
+            _save_weights(folder.checkpoint(p.epoch), parts.backbone.state_dict(), p, self.config_text)
+        due = p.epoch * self.per_epoch % self.save_every == 0 or self.save_every < self.per_epoch
+        self.owed = self.owed or due
+        if ended or p.epoch == config.epochs or (self.owed and parts.step.resting):
+            self.save()
+        return ended
+
+    def _validate(self) -> None:
+        """Measure val, and keep the weights if they are the best so far."""
+        p, parts = self.p, self.parts
+        if p.sums:
+            _log_means(p, parts.step.skipped, self.watch, self.log)  # a short epoch has its line too
+        with _naming_the_step(p, self.folder, "validation"):
+            values = _validate(self.config, p, parts, self.state, self.watch, self.running, self.log)
+        if p.best_epoch == 0 or values["val/nll"] < p.best_nll:
+            p.best_nll, p.best_epoch = values["val/nll"], p.epoch
+            self.best = copy.deepcopy(dict(parts.backbone.state_dict()))
+            if self.folder is not None:
+                _save_weights(self.folder.best, self.best, p, self.config_text)
+        shown = {k.removeprefix("val/"): v for k, v in values.items()}
+        self.console.epoch(p.epoch, shown, ("accuracy", "nll", "ece"))
+
+    def end(self) -> None:
+        """The last figures."""
+        p, state = self.p, self.state
+        p.seconds = time.perf_counter() - self.started
+        if self.config.monitor.figures_every:
+            if state.val is None:  # the run had stopped after its last validation
+                state.val, state.epoch = predict(self.parts.backbone, self.parts.val.epoch(0)), p.epoch
+            self.log.figures(_figures(self.config, state, self.running), p.step)
+        self.console.stop()
 
 
 def require_finite_weights(module: nn.Module, step: int, folder: RunFolder | None) -> None:

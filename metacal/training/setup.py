@@ -202,6 +202,8 @@ def _meta_step(
         nonfinite=config.nonfinite,
         chunk=config.data.batch_size if optimizer_of(config).whole_set else None,
         mix=_mix(config),
+        horizon=config.meta.horizon,
+        horizon_decay=config.meta.horizon_decay,
     )
 
 

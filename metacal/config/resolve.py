@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from metacal.config.rules import validate
 from metacal.config.schema import Config, Section, keys, record, sections, typed_section, typed_value
 from metacal.errors import InputError, did_you_mean, require
-from metacal.options import options_of
+from metacal.options import Described, converted, options_of
 
 __all__ = ["complete", "flat", "from_plain", "to_yaml"]
 
@@ -106,8 +106,16 @@ def _completed(section: Section, values: Mapping[str, Any]) -> dict[str, Any]:
     for name, described in section.options(values).items():
         value = values.get(name)
         absent = name not in values or (value is None and not described.optional)
-        result[name] = described.default if absent else value
+        result[name] = described.default if absent else _alike(value, described)
     return result | {name: value for name, value in values.items() if name not in owners and name != section.key}
+
+
+def _alike(value: Any, described: Described) -> Any:
+    """A value as its type says, such as 2.0 for 2, so that equal values look alike; one of another kind as it is."""
+    try:
+        return converted("", value, described.type)
+    except InputError:
+        return value
 
 
 def _require_owned(plain: Mapping[str, Any], given: Collection[str] | None) -> None:

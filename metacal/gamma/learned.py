@@ -206,6 +206,8 @@ class GammaNet(nn.Module):
     gamma. The features are detached: gamma is a constant in the backbone's own gradient, since the loss falls
     in gamma everywhere and training through it would only inflate gamma.
 
+    The arguments are the options of a run (`GammaNetOptions`), and what its backbone and seed give beside them.
+
     in_features: D, the width of what `input` names. hidden: width of W1. tau: scales the range. gamma_max: the smooth
     cap. Ablations:
 

@@ -78,7 +78,7 @@ class CurvatureMonitor:
     - held_out_gn_sharpness: λ_max(G) on the validation subset, where one is given
     - certificate_ratio: λ_max(G) over its margin bound, at most 1, on the first `certificate` samples
 
-    The constructor takes what `curvature_values` does, and the cadence.
+    The constructor takes all that `curvature_values` does, and its cadence.
     """
 
     name, budgeted = "curvature", True

@@ -28,15 +28,7 @@ from metacal.optim.through import THROUGH, Cotangent, State, adam_through, sgd_t
 from metacal.optim.transpose import TRANSPOSES, GroupTranspose, adam_group, by_groups, sgd_group
 from metacal.options import option
 
-__all__ = [
-    "Muon",
-    "MuonOptions",
-    "adjusted_lr",
-    "muon_groups",
-    "newton_schulz",
-    "newton_schulz_of",
-    "newton_schulz_vjp",
-]
+__all__ = ["Muon", "MuonOptions", "adjusted_lr", "muon_groups", "newton_schulz_of"]
 
 REST: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 """Kinds of groups that are not Muon's own, and whose step they take."""
@@ -323,18 +315,7 @@ def muon_groups(
     options = dict(rest_options or {})
     taken = options.keys() & {"params", "kind", "lr", "weight_decay"}
     require(not taken, f"rest_options must not have {', '.join(sorted(taken))}, which have arguments of their own")
-    layer = _head(module, head)
-    excluded = set() if layer is None else {id(p) for p in layer.parameters()}
-    for part in module.modules():
-        if isinstance(part, _NEVER):
-            excluded.update(id(p) for p in part.parameters(recurse=False))
-    matrices: list[Tensor] = []
-    others: list[Tensor] = []
-    for name, p in module.named_parameters():
-        if p.requires_grad:
-            matrix = p.ndim >= 2 and p.numel() > max(p.shape)
-            hidden = "weight" in name.rpartition(".")[2].split("_") and id(p) not in excluded
-            (matrices if matrix and hidden else others).append(p)
+    matrices, others = _hidden_and_others(module, head)
     if not matrices:
         raise InputError(
             f"muon with no matrix parameters: model {type(module).__name__} has no trainable weight of a hidden Linear "
@@ -349,6 +330,23 @@ def muon_groups(
         {"params": some, "kind": rest, "lr": rest_lr, "weight_decay": decay, **options} for some, decay in split if some
     ]
     return groups
+
+
+def _hidden_and_others(module: nn.Module, head: str | None) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights of hidden layers, and all other trainable parameters."""
+    layer = _head(module, head)
+    excluded = set() if layer is None else {id(p) for p in layer.parameters()}
+    for part in module.modules():
+        if isinstance(part, _NEVER):
+            excluded.update(id(p) for p in part.parameters(recurse=False))
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, p in module.named_parameters():
+        if p.requires_grad:
+            matrix = p.ndim >= 2 and p.numel() > max(p.shape)
+            hidden = "weight" in name.rpartition(".")[2].split("_") and id(p) not in excluded
+            (matrices if matrix and hidden else others).append(p)
+    return matrices, others
 
 
 def _head(module: nn.Module, name: str | None) -> nn.Module | None:

@@ -116,6 +116,13 @@ def test_a_method_names_what_its_yaml_sets_and_no_more(tmp_path):
     assert "gamma.value" not in equal_settings(groups_of(tmp_path / "c"))
 
 
+def test_a_number_written_in_another_way_is_the_same_number(tmp_path):
+    """A method's file has `ramp: 2`, a run's config 2.0."""
+    for method in ("metacal", "hessian_trace"):
+        write_run(tmp_path / method, [f"method={method}"])
+    assert sorted(g.label for g in groups_of(tmp_path)) == ["hessian_trace", "metacal"]
+
+
 def test_a_choice_names_what_its_yaml_sets_and_no_more(tmp_path):
     write_run(tmp_path / "a", ["method=focal"])
     write_run(tmp_path / "b", ["method=brier"])

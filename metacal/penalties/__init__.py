@@ -11,14 +11,11 @@ features that the training forward has computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from metacal.errors import require_choice
-from metacal.options import built, option
+from metacal.options import built
 from metacal.penalties.adversarial import RobustKL, perturbed, robust_kl
 from metacal.penalties.batch import batch_penalties
 from metacal.penalties.margin import (
@@ -32,7 +29,7 @@ from metacal.penalties.margin import (
 )
 from metacal.penalties.part import Penalty, PenaltyPart
 from metacal.penalties.pixels import Pixels
-from metacal.penalties.trace import check_trace, gn_trace, hessian_trace, trace_and_route
+from metacal.penalties.trace import TracePenalty, gn_trace, hessian_trace
 
 __all__ = [
     "PENALTIES",
@@ -49,50 +46,6 @@ __all__ = [
     "robust_kl",
     "robust_margin_tail",
 ]
-
-
-@dataclass
-class TracePenalty(PenaltyPart):
-    """`hessian_trace` or `gn_trace` as a penalty. Signs depend on (seed, step) alone: nothing else to resume.
-
-    Attributes: `step`, the number of the training step, and `offset`, the place of the first sample in its batch, both
-    set by the loop; `route`, that of the last call.
-    """
-
-    which: str
-    probes: int = option(1, "vectors of random signs in one estimate", low=1)
-    batch: int | None = option(None, "of the first so many samples of a batch; null: all", low=1)
-    seed: int = 0
-    loss: str = "cross_entropy"
-    step: int = field(default=0, compare=False)
-    offset: int = field(default=0, compare=False)
-    route: str | None = field(default=None, compare=False)
-
-    @property
-    def batchwise(self) -> bool:  # type: ignore[override]
-        """With `batch` it is the mean over some samples of a batch, not over all."""
-        return self.batch is not None
-
-    def __post_init__(self) -> None:
-        check_trace(self.probes, self.seed, self.loss, self.batch, self.step)
-
-    def __call__(
-        self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
-    ) -> Tensor:
-        value, self.route = trace_and_route(
-            self.which,
-            model,
-            x,
-            y,
-            self.probes,
-            self.seed,
-            self.loss,
-            batch=self.batch,
-            step=self.step,
-            logits=logits,
-            offset=self.offset,
-        )
-        return value
 
 
 PENALTIES: dict[str, Callable[..., Penalty]] = {

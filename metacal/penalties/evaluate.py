@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from metacal.errors import require
 from metacal.network import logits_of
 
-__all__ = ["check_batch", "check_number", "logits_of"]
+__all__ = ["check_batch", "logits_of"]
 
 
 def check_batch(name: str, model: Any, x: Tensor, y: Tensor, inputs: bool = False) -> None:
@@ -29,14 +29,4 @@ def check_batch(name: str, model: Any, x: Tensor, y: Tensor, inputs: bool = Fals
     require(
         not inputs or x.is_floating_point(),
         f"x must be floating point for {name}, which needs the gradient in the inputs, got {x.dtype}",
-    )
-
-
-def check_number(name: str, value: Any, low: float, strict: bool = False, integer: bool = False) -> None:
-    """Raise `InputError` unless value is a finite number (an integer) >= low, or > low if strict."""
-    kinds: tuple[type, ...] = (int,) if integer else (int, float)
-    right = isinstance(value, kinds) and not isinstance(value, bool)
-    what = f"an integer {'>' if strict else '>='} {low:g}" if integer else f"{'>' if strict else '>='} {low:g}"
-    require(
-        right and low <= value < float("inf") and not (strict and value == low), f"{name} must be {what}, got {value!r}"
     )

@@ -22,7 +22,8 @@ With K − 1 probes and more the signs at the logits give way to the K − 1 col
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +33,72 @@ from metacal.curvature.problem import LOSSES
 from metacal.curvature.sampling import Probe
 from metacal.curvature.traces import penalty_trace
 from metacal.errors import require, require_choice
-from metacal.penalties.evaluate import check_batch, check_number
+from metacal.options import option
+from metacal.penalties.evaluate import check_batch
+from metacal.penalties.part import PenaltyPart
 
-__all__ = ["check_trace", "gn_trace", "hessian_trace", "trace_and_route"]
+__all__ = ["TracePenalty", "gn_trace", "hessian_trace"]
+
+
+@dataclass
+class TracePenalty(PenaltyPart):
+    """`hessian_trace` or `gn_trace` as a penalty. Signs depend on (seed, step) alone: nothing else to resume.
+
+    Attributes: `which`, "hessian" or "gn"; `step`, the number of the training step, and `offset`, the place of the
+    first sample in its batch, so that parts of a batch add up to the estimate of the whole, both set by the loop;
+    `route`, that of the last call (see the module).
+    """
+
+    which: str
+    probes: int = option(1, "vectors of random signs in one estimate", low=1, must="an integer >= 1")
+    batch: int | None = option(
+        None, "of the first so many samples of a batch; null: all", low=1, must="an integer >= 1"
+    )
+    seed: int = 0
+    loss: str = "cross_entropy"
+    step: int = field(default=0, compare=False)
+    offset: int = field(default=0, compare=False)
+    route: str | None = field(default=None, compare=False)
+
+    @property
+    def batchwise(self) -> bool:  # type: ignore[override]
+        """With `batch` it is the mean over some samples of a batch, not over all."""
+        return self.batch is not None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("seed", self.seed), ("step", self.step)):
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            require(whole and value >= 0, f"{name} must be an integer >= 0, got {value!r}")
+        require_choice("loss", self.loss, LOSSES)
+
+    def __call__(
+        self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
+    ) -> Tensor:
+        name = f"{self.which}_trace"
+        check_batch(name, model, x, y)
+        require(
+            logits is None or (logits.ndim == 2 and len(logits) == len(x)),
+            f"logits must be those of x, ({len(x)}, K), got shape {tuple(logits.shape) if logits is not None else ()}",
+        )
+        probe = Probe(self.which == "hessian", self.probes, (self.seed, self.step), self.loss, self.offset)
+        rows = slice(0, min(self.batch or len(x), len(x)))
+        value, self.route, z = penalty_trace(probe, model, x, y, rows, logits)
+        if self.route != "closed form":
+            require_second_derivative(name, value)
+        # a trace that does not depend on θ, as of a linear model's MSE
+        return value if value.requires_grad else value + 0 * z.sum()
 
 
 def hessian_trace(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    probes: int = 1,
-    seed: int = 0,
-    loss: str = "cross_entropy",
+    probes: int = TracePenalty.probes,
+    seed: int = TracePenalty.seed,
+    loss: str = TracePenalty.loss,
     *,
-    batch: int | None = None,
+    batch: int | None = TracePenalty.batch,
     step: int = 0,
     logits: Tensor | None = None,
 ) -> Tensor:
@@ -62,73 +115,30 @@ def hessian_trace(
 
     Raises `InputError` for bad arguments, for a network none of whose routes works, and where the value is not finite.
     """
-    return _finite("hessian", model, x, y, probes, seed, loss, batch=batch, step=step, logits=logits)
+    return _finite(TracePenalty("hessian", probes, batch, seed, loss, step), model, x, y, logits)
 
 
 def gn_trace(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    probes: int = 1,
-    seed: int = 0,
-    loss: str = "cross_entropy",
+    probes: int = TracePenalty.probes,
+    seed: int = TracePenalty.seed,
+    loss: str = TracePenalty.loss,
     *,
-    batch: int | None = None,
+    batch: int | None = TracePenalty.batch,
     step: int = 0,
     logits: Tensor | None = None,
 ) -> Tensor:
     """An unbiased estimate of Tr G, as `hessian_trace`. θ moves J and the probabilities in S. y is not used."""
-    return _finite("gn", model, x, y, probes, seed, loss, batch=batch, step=step, logits=logits)
+    return _finite(TracePenalty("gn", probes, batch, seed, loss, step), model, x, y, logits)
 
 
-def _finite(which: str, *args: Any, **keys: Any) -> Tensor:
-    value, _ = trace_and_route(which, *args, **keys)
+def _finite(penalty: TracePenalty, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None) -> Tensor:
+    value = penalty(model, x, y, logits)
     require(
         bool(torch.isfinite(value)),
-        f"{which}_trace is {value.item()} for this batch: the inputs, the logits or their derivatives are not finite",
+        f"{penalty.which}_trace is {value.item()} for this batch: the inputs, the logits or their derivatives are not "
+        "finite",
     )
     return value
-
-
-def check_trace(probes: int, seed: int, loss: str, batch: int | None, step: int = 0) -> None:
-    """Raise `InputError` for options that no trace can have."""
-    check_number("probes", probes, 1, integer=True)
-    check_number("seed", seed, 0, integer=True)
-    check_number("step", step, 0, integer=True)
-    require_choice("loss", loss, LOSSES)
-    if batch is not None:
-        check_number("batch", batch, 1, integer=True)
-
-
-def trace_and_route(
-    which: str,
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    probes: int = 1,
-    seed: int = 0,
-    loss: str = "cross_entropy",
-    *,
-    batch: int | None = None,
-    step: int = 0,
-    logits: Tensor | None = None,
-    offset: int = 0,
-) -> tuple[Tensor, str]:
-    """The estimate, `which` "hessian" or "gn", and the route that it took (see the module).
-
-    offset: the place of the first sample in its batch, so that parts of a batch add up to the estimate of the whole.
-    """
-    check_trace(probes, seed, loss, batch, step)
-    check_batch(f"{which}_trace", model, x, y)
-    require(
-        logits is None or (logits.ndim == 2 and len(logits) == len(x)),
-        f"logits must be those of x, ({len(x)}, K), got shape {tuple(logits.shape) if logits is not None else ()}",
-    )
-    probe = Probe(which == "hessian", probes, (seed, step), loss, offset)
-    rows = slice(0, min(batch or len(x), len(x)))
-    value, route, z = penalty_trace(probe, model, x, y, rows, logits)
-    if route != "closed form":
-        require_second_derivative(f"{which}_trace", value)
-    if not value.requires_grad:  # a trace that does not depend on θ, as of a linear model's MSE
-        value = value + 0 * z.sum()
-    return value, route

@@ -24,11 +24,16 @@ from metacal.curvature.sampling import Probe
 from metacal.errors import InputError
 from metacal.models import Backbone
 from metacal.penalties import PENALTIES, TracePenalty, gn_trace, hessian_trace
-from metacal.penalties.trace import trace_and_route
 
 CLOSED = {"linear", "mlp tanh", "mlp deep tanh", "mlp gelu", "mlp relu", "mlp mixed"}
 PIECEWISE = {"cnn batchnorm eval", "resnet in-place eval"}
 LAYERS = {*PIECEWISE, "cnn tanh", "cnn groupnorm"}  # for Tr G
+
+
+def trace_and_route(which, model, x, y, probes=1, seed=0, loss="cross_entropy"):
+    """The penalty's value, and the route that it took."""
+    penalty = TracePenalty(which, probes, seed=seed, loss=loss)
+    return penalty(model, x, y), penalty.route
 
 
 def matrix(which: str, model: nn.Module, x: Tensor, y: Tensor, loss: str = "cross_entropy") -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from metacal.commands.evaluate import Parser
+from metacal.commands.words import Parser
 from metacal.errors import require
 from metacal.jsonio import to_json
 
@@ -35,12 +35,12 @@ def compare_command(argv: Sequence[str]) -> int:
         require(not file.is_dir(), f"--{form} must name a file, {file} is a folder")
         require(file.parent.is_dir(), f"--{form}: the folder {file.parent} does not exist")
 
-    from metacal.report.judge import compare_runs
+    from metacal.report.judge import judge_groups
     from metacal.runs.record import find_runs, group_runs, load_runs
 
     runs, left_out = load_runs(find_runs(arguments.runs))
     measures = [name.strip() for name in arguments.measures.split(",")] if arguments.measures else None
-    result = compare_runs(
+    result = judge_groups(
         group_runs(runs),
         split=arguments.split,
         measures=measures,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from metacal.commands.evaluate import Parser
+from metacal.commands.words import Parser
 from metacal.errors import InputError, note, require
 from metacal.jsonio import to_json
 

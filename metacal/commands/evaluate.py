@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from metacal.commands.words import Parser
 from metacal.errors import InputError, note, require
 from metacal.jsonio import to_json
 
@@ -21,14 +22,7 @@ if TYPE_CHECKING:
     from metacal.predictions import Predictions
     from metacal.report.report import Report
 
-__all__ = ["Parser", "average", "evaluate_command"]
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are one line, like every other bad input's."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see {self.prog} --help")
+__all__ = ["evaluate_command"]
 
 
 def evaluate_command(argv: Sequence[str]) -> int:
@@ -51,23 +45,6 @@ def evaluate_command(argv: Sequence[str]) -> int:
     if arguments.json:
         print(to_json(found if len(found) > 1 else next(iter(found.values()))))
     return 0
-
-
-def average(members: Mapping[str, Predictions]) -> Predictions:
-    """The ensemble's predictions: p = 1/M Σ_m p^(m), the mean of the members' probabilities (N, K) in float64.
-
-    Raises:
-        InputError: naming the member whose samples or classes are not those of the first.
-    """
-    from metacal.predictions import Predictions
-
-    require(len(members) > 0, "members must hold at least one set of predictions, got none")
-    (first, reference), *others = members.items()
-    total = reference.probs.double()
-    for name, p in others:
-        _require_same_samples(first, reference, name, p)
-        total = total + p.probs.double()
-    return Predictions.from_probabilities(total / len(members), reference.labels)
 
 
 # ------------------------------------------------------------------------------------------------ the command line
@@ -192,8 +169,9 @@ def _report(what: str, arguments: argparse.Namespace) -> Report:
 
 
 def _ensemble(arguments: argparse.Namespace) -> int:
+    from metacal.report.ensemble import average
     from metacal.report.report import Report
-    from metacal.report.tables import comparison
+    from metacal.report.tables import methods_table
 
     _require_same_data(arguments)
     loaded = {what: _member(what, arguments) for what in arguments.what}
@@ -218,7 +196,7 @@ def _ensemble(arguments: argparse.Namespace) -> int:
     rows |= {"mean of members": list(members.values()), "ensemble": report.to_dict()}
     for i, what in enumerate(members, 1):
         print(f"member {i}: {what}")
-    table = comparison(rows, split=arguments.split, title=f"Ensemble of {len(members)}: mean of the probabilities")
+    table = methods_table(rows, split=arguments.split, title=f"Ensemble of {len(members)}: mean of the probabilities")
     print(table.render("markdown" if arguments.markdown else "text"))
     if why_not:
         print(f"The ensemble is not temperature scaled: {why_not}.")
@@ -254,6 +232,8 @@ def _pooled_val(
     vals: Mapping[str, Predictions | None], arguments: argparse.Namespace
 ) -> tuple[Predictions | None, str | None]:
     """The average on val, for the ensemble's temperature, or None and the reason why there is none."""
+    from metacal.report.ensemble import average
+
     known = {what: val for what, val in vals.items() if val is not None}
     if arguments.split == "val":
         return None, "a temperature is fitted on val, which is measured here"
@@ -298,22 +278,6 @@ def _require_same_data(arguments: argparse.Namespace) -> None:
                 mark == marks[first],
                 f"--ensemble needs members with the same {split} split: that of {what} is not that of {first}",
             )
-
-
-def _require_same_samples(first: str, reference: Predictions, name: str, p: Predictions) -> None:
-    ours, theirs = (len(reference), reference.n_classes), (len(p), p.n_classes)
-    shape = "{} samples and {} classes"
-    require(
-        ours == theirs,
-        f"an ensemble needs predictions for the same samples: {name} has {shape.format(*theirs)}, "
-        f"{first} has {shape.format(*ours)}",
-    )
-    different = reference.labels != p.labels.to(reference.device)
-    require(
-        not bool(different.any()),
-        f"an ensemble needs predictions for the same samples: the labels of {name} differ from those of {first} in "
-        f"{int(different.sum())} of {len(p)} rows, the first at index {int(different.int().argmax())}",
-    )
 
 
 # ------------------------------------------------------------------------------------------------ shift

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metacal.commands.sweep import take_count
+from metacal.commands.words import take_count
 from metacal.errors import InputError
 
 if TYPE_CHECKING:

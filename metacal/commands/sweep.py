@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
+from metacal.commands.words import take_config_file, take_count
 from metacal.errors import require
 
-__all__ = ["sweep_command", "take_config_file", "take_count"]
+__all__ = ["sweep_command"]
 
 USAGE = """usage: metacal sweep [CONFIG.yaml] [jobs=N] [threads=N] key=a,b,c ... [key=value ...]
 
@@ -43,35 +43,12 @@ def sweep_command(argv: Sequence[str]) -> int:
         )
 
     from metacal.studies.grid import grid_jobs
-    from metacal.studies.runner import require_all_done, run_missing, runs_for_compare
+    from metacal.studies.runner import fewest_folders, require_all_done, run_missing
 
     jobs = grid_jobs(words, config_file)
     states = run_missing(jobs, n_jobs or 1, threads)
     done = [s.job for s in states if s.state == "done"]
     if len(done) > 1:
-        print("compare them: " + shlex.join(["metacal", "compare", *runs_for_compare(done)]))
+        print("compare them: " + shlex.join(["metacal", "compare", *fewest_folders(done)]))
     require_all_done(states)
     return 0
-
-
-def take_config_file(words: list[str]) -> str | None:
-    """Take the first of `words` out if it is a config file; None if it is not."""
-    if words and words[0].endswith((".yaml", ".yml")) and ("=" not in words[0] or Path(words[0]).is_file()):
-        return words.pop(0)
-    return None
-
-
-def take_count(words: list[str], key: str) -> int | None:
-    """Take ``key=N`` out of `words`; None where it is not there.
-
-    Raises:
-        InputError: when N is no integer >= 1.
-    """
-    found = [word for word in words if word.startswith(f"{key}=")]
-    for word in found:
-        words.remove(word)
-    if not found:
-        return None
-    text = found[-1].partition("=")[2]
-    require(text.isdigit() and int(text) >= 1, f"{key} must be an integer >= 1, got {text!r}")
-    return int(text)

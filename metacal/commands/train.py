@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from metacal.commands.sweep import take_config_file
+from metacal.commands.words import take_config_file
 from metacal.errors import InputError, RunError, require
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def train_command(argv: Sequence[str]) -> int:
     for method in config.baselines:  # a typo in the last baseline must not surface after the first run
         compose(_with_method(words, method), config_file)
     if config.progress:  # before PyTorch is imported, which can take seconds
-        print(f"metacal train: {config.method}, data {config.data.name}, model {config.model.name}", flush=True)
+        what = f"{config.method}, data {config.data.name}, model {config.model.name}"
+        print(f"metacal train: {what if config.resume is None else f'going on with {config.resume}'}", flush=True)
     if config.resume is not None:
         return _resume(config, words)
     if not config.baselines:
@@ -302,9 +303,9 @@ def _grid_status(jobs: Sequence[Job]) -> int:
     missing = [job for job in jobs if not job.folder.finished]
     print(f"{len(jobs)} runs, {len(jobs) - len(missing)} finished")
     if len(jobs) - len(missing) > 1:
-        from metacal.studies.runner import runs_for_compare
+        from metacal.studies.runner import fewest_folders
 
-        words = runs_for_compare([job for job in jobs if job.folder.finished])
+        words = fewest_folders([job for job in jobs if job.folder.finished])
         print("compare them: " + shlex.join(["metacal", "compare", *words]))
     if missing:
         names = ", ".join(job.title for job in missing[:5]) + (", …" if len(missing) > 5 else "")

@@ -31,7 +31,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What `compare_runs` returns.
+    """What `judge_groups` returns.
 
     Attributes:
         groups: in the order of the tables' rows without scaling.

@@ -1,7 +1,7 @@
 """Groups of runs side by side: every measure over seeds, which differences are real, and where the numbers come from.
 
 runs, left_out = load_runs(find_runs(["runs/digits"]))
-result = compare_runs(group_runs(runs), left_out=left_out, sort="ece")
+result = judge_groups(group_runs(runs), left_out=left_out, sort="ece")
 print(result.table())                     # rich draws it; render("markdown"), "csv" or "latex" write it
 result.to_dict()                          # all of it, with every run, for machines
 """
@@ -36,10 +36,10 @@ from metacal.report.tables import central, is_scaled, summarise
 from metacal.runs.record import Group, LeftOut, Run, group_runs, require_same_samples
 from metacal.runs.settings import show_value
 
-__all__ = ["compare_runs", "load_predictions"]
+__all__ = ["judge_groups", "load_predictions"]
 
 
-def compare_runs(
+def judge_groups(
     groups: Sequence[Group],
     *,
     split: str = "test",

@@ -1,6 +1,6 @@
 """Tables of named rows × measures, in one path to plain text, Markdown, CSV, LaTeX and rich.
 
-    table = comparison({"focal": [run.to_dict() for run in runs], "gamma-net": ...})
+    table = methods_table({"focal": [run.to_dict() for run in runs], "gamma-net": ...})
     print(table)                        # plain text;  rich.print(table) draws it
     table.render("markdown")            # or "latex", "csv", "text"
 
@@ -33,8 +33,8 @@ __all__ = [
     "Table",
     "central",
     "column_of",
-    "comparison",
     "is_scaled",
+    "methods_table",
     "summarise",
 ]
 
@@ -213,7 +213,7 @@ def _inert(cell: Any) -> Any:
     return cell
 
 
-def comparison(
+def methods_table(
     runs: Mapping[str, Mapping[str, float] | Sequence[Mapping[str, float]]],
     measures: Sequence[str] = ("accuracy", "nll", "ece", "adaptive_ece", "brier"),
     scaled: bool = True,

@@ -20,19 +20,12 @@ _SECTIONS = {"method", "data", "model", "loss", "gamma", "optimizer", "schedule"
 
 
 def translated(plain: dict[str, Any]) -> dict[str, Any]:
-    """A run's config as this version says it: what older ones called otherwise is put right.
-
-    Milestones of gamma were epochs before they were fractions of the training, and the engine could be called auto.
-    """
-    gamma, meta = plain.get("gamma"), plain.get("meta")
-    if isinstance(gamma, dict) and isinstance(milestones := gamma.get("milestones"), list):
-        epochs = plain.get("epochs")
-        if isinstance(epochs, int) and milestones and all(isinstance(at, int) and at >= 1 for at in milestones):
-            fractions = [at / epochs for at in milestones]
-            plain = {**plain, "gamma": {**gamma, "milestones": fractions}}
-    if isinstance(meta, dict) and meta.get("engine") == "auto":
-        plain = {**plain, "meta": {**meta, "engine": "forward"}}
-    return plain
+    """A run's config as this version says it: milestones of gamma were whole epochs before they were fractions."""
+    gamma, epochs = plain.get("gamma"), plain.get("epochs")
+    milestones = gamma.get("milestones") if isinstance(gamma, dict) else None
+    if not milestones or not isinstance(epochs, int) or not all(isinstance(at, int) and at >= 1 for at in milestones):
+        return plain
+    return {**plain, "gamma": {**gamma, "milestones": [at / epochs for at in milestones]}}
 
 
 def stated_config(folder: RunFolder) -> Config:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from metacal.jsonio import to_json
 from metacal.report.html import comparison_page, figures_of
-from metacal.report.judge import compare_runs
+from metacal.report.judge import judge_groups
 from metacal.runs.record import group_runs, load_runs
 from metacal.studies.footer import headline
 from metacal.studies.grid import Study
@@ -18,7 +18,7 @@ def report(study: Study) -> list[Path]:
     """Write the table (Markdown), the page (HTML), its figures (PNG) and the numbers (JSON); returns the paths."""
     study.folder.mkdir(parents=True, exist_ok=True)
     runs, left_out = load_runs([job.folder.path for job in (*study.jobs, *study.unfinished)])
-    result = compare_runs(group_runs(runs), sort="ece", left_out=left_out)
+    result = judge_groups(group_runs(runs), sort="ece", left_out=left_out)
     print(result.table("none").render("text"), end="\n\n")
     text = [result.table("none").render("markdown"), result.runs_table().render("markdown")]
     text.append(headline(study) + "\n")

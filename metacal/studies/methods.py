@@ -11,7 +11,7 @@ from metacal.jsonio import to_json
 from metacal.predictions import Predictions
 from metacal.report.figures import reliability_curves
 from metacal.report.report import Report
-from metacal.report.tables import Cell, Column, Table, comparison, summarise
+from metacal.report.tables import Cell, Column, Table, methods_table, summarise
 from metacal.studies.footer import NO_MARKS, footer, over_seeds
 from metacal.studies.grid import Study, load_series
 from metacal.training.saved import predict_run
@@ -37,8 +37,8 @@ def report(study: Study) -> list[Path]:
         series.setdefault(job.label, []).append(load_series(job.folder))
         curves.setdefault(job.label, p["test"])  # of the first seed
     tables = [
-        _unmarked(comparison(selected, MEASURES, title="The epoch of the least validation NLL")),
-        _unmarked(comparison(last, MEASURES, title="The last epoch")),
+        _unmarked(methods_table(selected, MEASURES, title="The epoch of the least validation NLL")),
+        _unmarked(methods_table(last, MEASURES, title="The last epoch")),
         _costs(selected, series),
     ]
     for table in tables:

@@ -31,7 +31,7 @@ from metacal.training.setup import (
     training_batches,
 )
 
-__all__ = ["check_start", "require_all_done", "run_missing", "runs_for_compare"]
+__all__ = ["check_start", "fewest_folders", "require_all_done", "run_missing"]
 
 _POLL = 0.2  # seconds
 
@@ -222,7 +222,7 @@ def require_all_done(states: Sequence[RunState]) -> None:
         raise RunError(f"{len(failed)} of {len(states)} runs failed ({names}); the same command tries them again")
 
 
-def runs_for_compare(jobs: Sequence[Job]) -> list[str]:
+def fewest_folders(jobs: Sequence[Job]) -> list[str]:
     """The fewest folders that hold these runs and no others, for `metacal compare`."""
     mine = list(dict.fromkeys(job.folder.path for job in jobs))
     words: list[str] = []

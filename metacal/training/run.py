@@ -26,7 +26,7 @@ from metacal.monitors import MONITORS, Monitor, Watch, Watched
 from metacal.options import made
 from metacal.predict import predict
 from metacal.report.report import Report
-from metacal.report.tables import comparison
+from metacal.report.tables import methods_table
 from metacal.runs import checkpoint
 from metacal.runs.config import require_same_config
 from metacal.runs.folder import RunFolder
@@ -292,7 +292,7 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 def show_together(outcomes: Sequence[Outcome]) -> int:
     """The table of several runs on the same test split, where their pictures lie, and how to open TensorBoard."""
     console = Console()
-    console.print(comparison({o.summary["method"]: o.summary for o in outcomes}))
+    console.print(methods_table({o.summary["method"]: o.summary for o in outcomes}))
     for o in outcomes:
         console.print(f"{o.summary['method']}: {o.folder.path}", highlight=False, soft_wrap=True)
     first = outcomes[0].folder

@@ -12,9 +12,9 @@ import torch
 
 from metacal.calibration import TemperatureScaling, ece, nll
 from metacal.cli import main
-from metacal.commands.evaluate import average
 from metacal.errors import InputError
 from metacal.predictions import Predictions
+from metacal.report.ensemble import average
 
 WORDS = ["model.hidden=[8]", "data.train_size=300", "epochs=3", "threads=1", "monitor.resamples=0", "progress=false"]
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from metacal.cli import main
-from metacal.commands.sweep import take_count
+from metacal.commands.words import take_count
 from metacal.errors import InputError
 
 # Small and short: what is tested is the sweep, not the training.

@@ -20,7 +20,7 @@ from metacal.config.compose import config_dir
 from metacal.errors import InputError
 from metacal.jsonio import to_json
 from metacal.report.html import comparison_page, figures_of
-from metacal.report.judge import compare_runs, load_predictions
+from metacal.report.judge import judge_groups, load_predictions
 from metacal.report.run_figures import (
     accuracy_ece_plane,
     curves_of,
@@ -50,7 +50,7 @@ def groups(folder):
 
 @pytest.fixture(scope="module")
 def result(groups):
-    return compare_runs(groups, measures=["accuracy", "ece", "nll"], baseline=["method=cross_entropy"], resamples=40)
+    return judge_groups(groups, measures=["accuracy", "ece", "nll"], baseline=["method=cross_entropy"], resamples=40)
 
 
 def groups_of(*words):
@@ -93,7 +93,7 @@ def test_seeds_are_paired_where_they_are_the_same(folder, result):
     ce, focal = (result.groups[index(result, m)] for m in ("cross_entropy", "focal"))
     nll = {m: result.results["none"]["nll"][index(result, m)].values for m in ("cross_entropy", "focal")}
     paired = result.against_baseline["none"]["nll"][index(result, "focal")].test
-    others = compare_runs(
+    others = judge_groups(
         group_runs([*ce.runs, *focal.runs[:2]]), measures=["nll"], baseline=["method=cross_entropy"], resamples=40
     )
     assert "seeds are taken as independent" in " ".join(others.notes())
@@ -109,43 +109,43 @@ def test_seeds_are_paired_where_they_are_the_same(folder, result):
 def test_runs_without_any_temperature_are_compared_unscaled(tmp_path):
     for method in ("cross_entropy", "focal"):
         write_run(tmp_path / method / "seed0", [f"method={method}"], n=60, **{"test/temperature": None})
-    result = compare_runs(groups_of(tmp_path), measures=["nll"], resamples=20)
+    result = judge_groups(groups_of(tmp_path), measures=["nll"], resamples=20)
     assert result.scalings == ["none"] and not result.left_out
     with pytest.raises(InputError, match="no temperature"):
-        compare_runs(groups_of(tmp_path), measures=["nll"], resamples=20, scaling="temperature")
+        judge_groups(groups_of(tmp_path), measures=["nll"], resamples=20, scaling="temperature")
 
 
 def test_one_run_a_method_speaks_of_these_runs_only(folder):
-    result = compare_runs(groups_of(f"{folder}/*/seed0"), measures=["nll"], resamples=40)
+    result = judge_groups(groups_of(f"{folder}/*/seed0"), measures=["nll"], resamples=40)
     assert "speak of these runs only" in result.test_note() and "over seeds" not in result.test_note()
     judged = result.against_best["none"]["nll"][index(result, "cross_entropy")]
     assert np.isnan(judged.test.seed_share) and judged.adjusted < 0.05
 
 
 def test_sorting_and_scalings(groups):
-    result = compare_runs(groups, measures=["ece", "accuracy"], sort="ece", resamples=4)
+    result = judge_groups(groups, measures=["ece", "accuracy"], sort="ece", resamples=4)
     for scaling in ("none", "temperature"):
         means = [result.results[scaling]["ece"][i].mean for i in result.order[scaling]]
         assert means == sorted(means)
-    by_accuracy = compare_runs(groups, measures=["accuracy"], sort="accuracy", scaling="none", resamples=4)
+    by_accuracy = judge_groups(groups, measures=["accuracy"], sort="accuracy", scaling="none", resamples=4)
     means = [by_accuracy.results["none"]["accuracy"][i].mean for i in by_accuracy.order["none"]]
     assert means == sorted(means, reverse=True) and by_accuracy.scalings == ["none"]
-    val = compare_runs(groups, measures=["ece"], split="val", resamples=4)
+    val = judge_groups(groups, measures=["ece"], split="val", resamples=4)
     assert val.scalings == ["none"] and "Val split" in val.notes()[0]
     run = groups[0].runs[0]
     assert val.results["none"]["ece"][0].values[0] == MEASURES["ece"](run.predictions("val"))
 
 
 def test_one_scaling_is_still_named(groups):
-    result = compare_runs(groups, measures=["ece"], split="val", resamples=4, baseline=["method=focal"])
+    result = judge_groups(groups, measures=["ece"], split="val", resamples=4, baseline=["method=focal"])
     for table in (result.table(), result.difference_table()):
         assert table.columns[0].name == "scaling" and all(cells[0] == "none" for _, cells in table.rows)
     assert result.table().title == "Val split" and result.difference_table().title.endswith("focal, val split")
 
 
 def test_the_note_says_what_the_tests_take_as_given(groups):
-    both = compare_runs(groups, measures=["ece"], resamples=4).test_note()
-    none = compare_runs(groups, measures=["ece"], resamples=4, scaling="none").test_note()
+    both = judge_groups(groups, measures=["ece"], resamples=4).test_note()
+    none = judge_groups(groups, measures=["ece"], resamples=4, scaling="none").test_note()
     assert both.endswith("takes as given the one split of the images and each run's one fitted temperature.")
     assert none.endswith("takes as given the one split of the images.")
 
@@ -154,19 +154,19 @@ def test_step_cost_is_relative_to_the_baseline_or_the_cheapest(tmp_path):
     write_run(tmp_path / "a", ["method=focal"], **{"time/train_s": 6.0})
     write_run(tmp_path / "b", ["method=brier"], **{"time/train_s": 3.0})
     groups = groups_of(tmp_path)
-    assert compare_runs(groups, measures=["ece"], resamples=4).step_costs() == [2.0, 1.0]
-    given = compare_runs(groups, measures=["ece"], resamples=4, baseline=["method=focal"], sort="step_cost")
+    assert judge_groups(groups, measures=["ece"], resamples=4).step_costs() == [2.0, 1.0]
+    given = judge_groups(groups, measures=["ece"], resamples=4, baseline=["method=focal"], sort="step_cost")
     assert given.step_costs() == [1.0, 0.5] and list(given.order["none"]) == [1, 0]
     assert "the baseline focal = 1 (200 ms)" in " ".join(given.notes())
     write_run(tmp_path / "c", ["method=mmce"], step_ms=[50.0, 5000.0, 60.0], device="cuda")
-    logged = compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4)
+    logged = judge_groups(groups_of(tmp_path), measures=["ece"], resamples=4)
     assert logged.step_costs()[2] == 1.0 and "the cheapest mmce = 1 (60 ms)" in " ".join(logged.notes())
     assert "not taken alike: different device (cpu, cuda)" in " ".join(logged.notes())
     shutil.rmtree(tmp_path / "c")
     summary = json.loads((tmp_path / "b" / "summary.json").read_text())
     del summary["time/train_s"]
     (tmp_path / "b" / "summary.json").write_text(json.dumps(summary))
-    assert compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4).step_costs() == [1.0, None]
+    assert judge_groups(groups_of(tmp_path), measures=["ece"], resamples=4).step_costs() == [1.0, None]
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -187,9 +187,9 @@ def test_bad_arguments_are_named(groups):
         ({"n_bins": 0}, "n_bins must be >= 1"),
     ):
         with pytest.raises(InputError, match=message):
-            compare_runs(groups, **keys)
+            judge_groups(groups, **keys)
     with pytest.raises(InputError, match="no finished run to compare"):
-        compare_runs([])
+        judge_groups([])
 
 
 def test_runs_without_good_predictions_are_left_out_and_other_labels_refused(tmp_path):
@@ -197,22 +197,22 @@ def test_runs_without_good_predictions_are_left_out_and_other_labels_refused(tmp
         write_run(tmp_path / "a" / f"seed{seed}", ["method=focal"], seed)
     write_run(tmp_path / "b", ["method=brier"])
     (tmp_path / "a" / "seed1" / "predictions" / "test.npz").write_bytes(b"cut off")
-    result = compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4)
+    result = judge_groups(groups_of(tmp_path), measures=["ece"], resamples=4)
     assert [g.seeds for g in result.groups] == [(0,), (0,)]
     assert [(left.path.name, "npz" in left.reason) for left in result.left_out] == [("seed1", True)]
     assert any(note.startswith("Left out: ") and "seed1" in note for note in result.notes())
     write_run(tmp_path / "c", ["method=brier"], 1, labels_seed=0, n=150)
     with pytest.raises(InputError, match=r"test split of .*/c \(150 samples\) is not that of .* \(200 samples\)"):
-        compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4)
+        judge_groups(groups_of(tmp_path), measures=["ece"], resamples=4)
 
 
 def test_other_val_sets_are_refused_where_val_is_compared(tmp_path):
     for i, method in enumerate(("focal", "brier")):
         data = {"fingerprint": "0", "fingerprints": {"train": "a", "meta": None, "val": f"val{i}"}}
         write_run(tmp_path / method, [f"method={method}"], data=data)
-    assert len(compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4).groups) == 2
+    assert len(judge_groups(groups_of(tmp_path), measures=["ece"], resamples=4).groups) == 2
     with pytest.raises(InputError, match=r"2 different val sets .*/brier; .*/focal"):
-        compare_runs(groups_of(tmp_path), split="val", measures=["ece"], resamples=4)
+        judge_groups(groups_of(tmp_path), split="val", measures=["ece"], resamples=4)
 
 
 def test_many_groups_share_what_they_tell_about_seeds(tmp_path):
@@ -224,7 +224,7 @@ def test_many_groups_share_what_they_tell_about_seeds(tmp_path):
     one, *many = groups_of(tmp_path)
     groups = [*many, one]
     keys = {"measures": ["ece"], "scaling": "none", "resamples": 8, "baseline": ["method=focal", "gamma.value=1"]}
-    result = compare_runs(groups, **keys)
+    result = judge_groups(groups, **keys)
     assert result.moderated and "moderated" in result.test_note()
     samples = result.results["none"]["ece"]
     known = moderated(np.stack([r.values for r in samples[:8]]))
@@ -235,14 +235,14 @@ def test_many_groups_share_what_they_tell_about_seeds(tmp_path):
     # A group of other seeds is tested as ever.
     last = result.against_baseline["none"]["ece"][8].test
     np.testing.assert_equal(last, difference(samples[8], samples[0], paired=False))
-    few = compare_runs(groups[:7], **keys)
+    few = judge_groups(groups[:7], **keys)
     want = difference(samples[1], samples[0])
     assert not few.moderated and few.against_baseline["none"]["ece"][1].test == want
 
 
 def test_what_cannot_be_tested_has_a_sign_of_its_own(groups):
     """AUROC of runs without errors in some resample is not finite: unmarked would read as worse."""
-    result = compare_runs(groups, measures=["auroc", "ece"], resamples=8, baseline=["method=cross_entropy"])
+    result = judge_groups(groups, measures=["auroc", "ece"], resamples=8, baseline=["method=cross_entropy"])
     i = next(i for i in range(3) if i != result.best["none"]["auroc"])
     broken = result.against_best["none"]["auroc"][i]._replace(adjusted=np.nan)
     for which in (result.against_best, result.against_baseline):
@@ -256,14 +256,14 @@ def test_what_cannot_be_tested_has_a_sign_of_its_own(groups):
     if i != result.baseline:
         assert " ?" in result.difference_table().render("text")
     else:
-        assert "?" not in compare_runs(groups, measures=["ece"], resamples=4).table("none").render("text")
+        assert "?" not in judge_groups(groups, measures=["ece"], resamples=4).table("none").render("text")
 
 
 def test_what_makes_groups_less_comparable_is_said(tmp_path):
     write_run(tmp_path / "a", ["method=focal"], device="cuda")
     data = {"name": "digits", "fingerprint": "00000000", "train": 90, "meta": 5, "val": 9, "test": 9}
     write_run(tmp_path / "b", ["method=brier", "data.split_seed=3"], data=data, versions={"metacal": "0.2"})
-    said = " ".join(compare_runs(groups_of(tmp_path), measures=["ece"], resamples=4).warnings())
+    said = " ".join(judge_groups(groups_of(tmp_path), measures=["ece"], resamples=4).warnings())
     for text in (
         "training images: 100 (focal, split_seed=0); 95 (brier, split_seed=3)",
         "data.split_seed",
@@ -311,7 +311,7 @@ def test_differences_from_the_baseline(result):
     i = index(result, table.rows[0][0])
     assert cells["ece"].value == result.against_baseline["none"]["ece"][i].test.difference
     with pytest.raises(InputError, match="there is no baseline"):
-        compare_runs(result.groups, measures=["ece"], resamples=4).difference_table()
+        judge_groups(result.groups, measures=["ece"], resamples=4).difference_table()
 
 
 def test_json_holds_every_value(result):
@@ -409,7 +409,7 @@ def test_training_curves_are_of_nll_and_ece_where_runs_measured_them(tmp_path, g
     titles = [ax.get_title(loc="left") or ax.get_title() for ax in training_curves(new, curves).axes]
     assert titles == ["training NLL", "val NLL", "training ECE", "val ECE"]  # of val/accuracy these runs have none
     assert curves_of(runs | {"new": new["focal"]})[1].endswith("3 of 4 groups lack them.")
-    assert "each method's own" in {n: c for n, c, _ in figures_of(compare_runs(groups, resamples=4))}["Training"]
+    assert "each method's own" in {n: c for n, c, _ in figures_of(judge_groups(groups, resamples=4))}["Training"]
 
 
 def test_figures_of_31_groups_have_readable_axes(tmp_path):
@@ -421,7 +421,7 @@ def test_figures_of_31_groups_have_readable_axes(tmp_path):
     assert len(groups) == 31 and max(len(g.short) for g in groups) <= 60
     lr = [g.label for g in groups if "optimizer.lr" in g.differs]
     assert all("bulk_sgd" in label for label in lr) and len(lr) == 1
-    result = compare_runs(groups, measures=["accuracy", "ece"], resamples=4, baseline=["method=mmce"])
+    result = judge_groups(groups, measures=["accuracy", "ece"], resamples=4, baseline=["method=mmce"])
     best = result.groups[result.best["none"]["ece"]]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

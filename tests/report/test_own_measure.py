@@ -18,8 +18,8 @@ from metacal.monitors import CalibrationMonitor, State
 from metacal.predictions import Predictions
 from metacal.report import Report
 from metacal.report.html import comparison_page
-from metacal.report.judge import compare_runs
-from metacal.report.tables import column_of, comparison
+from metacal.report.judge import judge_groups
+from metacal.report.tables import column_of, methods_table
 from metacal.runs.record import find_runs, group_runs, load_runs
 
 FILE = """
@@ -64,7 +64,7 @@ def test_reports_and_tables_show_it(registered):
     assert report.to_dict()["mean_miss"] == value and "mean_miss_scaled_low" in report.to_dict()
     line = next(line for line in str(report).splitlines() if line.startswith("Mean miss %"))
     assert line.split()[3] == f"{100 * value:.1f}"
-    table = comparison({"a": report.to_dict(), "b": {"mean_miss": 0.9, "mean_miss_scaled": 0.8}}, ["mean_miss"])
+    table = methods_table({"a": report.to_dict(), "b": {"mean_miss": 0.9, "mean_miss_scaled": 0.8}}, ["mean_miss"])
     assert column_of("mean_miss").header == "Mean miss %" and table.render("markdown").count("**") == 4
 
 
@@ -91,7 +91,7 @@ def test_comparisons_of_runs_test_it(registered, tmp_path, capsys):
         for seed in range(2):
             write_run(tmp_path / method / f"seed{seed}", [f"method={method}"], seed, sharpness=sharpness, n=100)
     groups = group_runs(load_runs(find_runs([tmp_path]))[0])
-    result = compare_runs(groups, resamples=20)
+    result = judge_groups(groups, resamples=20)
     assert "mean_miss" in result.measures and "nll" in result.measures  # with those that are compared by default
     for i, g in enumerate(result.groups):
         values = [registered(run.predictions("test")) for run in g.runs]

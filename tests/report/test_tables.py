@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from metacal.errors import InputError
-from metacal.report.tables import Column, Range, Spread, Table, column_of, comparison, summarise
+from metacal.report.tables import Column, Range, Spread, Table, column_of, methods_table, summarise
 
 TABLE = Table(
     [column_of("accuracy"), column_of("ece"), Column("note", "A & B")],
@@ -111,7 +111,7 @@ RUN = {"test/accuracy": 0.9, "test/nll": 0.4, "test/nll_scaled": 0.3, "test/ece"
 
 
 def test_comparison_has_a_row_before_and_a_row_after_scaling():
-    table = comparison({"focal": RUN, "ours": {k.removeprefix("test/"): v / 2 for k, v in RUN.items()}})
+    table = methods_table({"focal": RUN, "ours": {k.removeprefix("test/"): v / 2 for k, v in RUN.items()}})
     assert [c.header for c in table.columns] == ["Scaling", "Accuracy %", "NLL", "ECE %"]
     assert table.rows == [
         ("focal", ["none", 0.9, 0.4, 0.08]),
@@ -125,13 +125,13 @@ def test_comparison_has_a_row_before_and_a_row_after_scaling():
 
 
 def test_comparison_without_scaling_and_with_a_missing_value():
-    table = comparison({"a": RUN, "b": {"accuracy": 0.5}}, measures=("accuracy", "ece"), scaled=False)
+    table = methods_table({"a": RUN, "b": {"accuracy": 0.5}}, measures=("accuracy", "ece"), scaled=False)
     assert [c.name for c in table.columns] == ["accuracy", "ece"]
     assert table.rows[1] == ("b", [0.5, None]) and len(table.notes) == 1
 
 
 def test_comparison_of_several_seeds():
-    table = comparison({"a": [{"nll": 1.0, "ece": 0.1}, {"nll": 2.0}]}, measures=("nll", "ece"))
+    table = methods_table({"a": [{"nll": 1.0, "ece": 0.1}, {"nll": 2.0}]}, measures=("nll", "ece"))
     assert table.rows[0][1] == [Spread(1.5, pytest.approx(math.sqrt(0.5)))]  # no ECE for a mean of half of the seeds
     assert "over 2 runs" in table.notes[-1]
 
@@ -143,6 +143,6 @@ def test_summarise():
 
 def test_bad_comparisons_are_named():
     with pytest.raises(InputError, match="at least one method"):
-        comparison({})
+        methods_table({})
     with pytest.raises(InputError, match="got 'eze'"):
-        comparison({"a": RUN}, measures=("eze",))
+        methods_table({"a": RUN}, measures=("eze",))

@@ -203,9 +203,9 @@ def test_folders_for_compare_hold_these_runs_and_no_others(tmp_path):
         job.folder.path.mkdir(parents=True)
         job.folder.config.write_text("")
     root = tmp_path / "default"
-    assert runner.runs_for_compare(jobs) == [str(root)]
-    assert runner.runs_for_compare(jobs[:2]) == [str(root / "focal")]
-    assert runner.runs_for_compare(jobs[1:3]) == [str(root / "focal/seed1"), str(root / "cross_entropy/seed0")]
+    assert runner.fewest_folders(jobs) == [str(root)]
+    assert runner.fewest_folders(jobs[:2]) == [str(root / "focal")]
+    assert runner.fewest_folders(jobs[1:3]) == [str(root / "focal/seed1"), str(root / "cross_entropy/seed0")]
     (root / "brier/seed0").mkdir(parents=True)
     (root / "brier/seed0/config.yaml").write_text("")
-    assert runner.runs_for_compare(jobs) == [str(root / "focal"), str(root / "cross_entropy")]
+    assert runner.fewest_folders(jobs) == [str(root / "focal"), str(root / "cross_entropy")]

@@ -1,0 +1,41 @@
+"""What several commands read alike from their words."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from metacal.errors import InputError, require
+
+__all__ = ["Parser", "take_config_file", "take_count"]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line, like every other bad input's."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
+def take_config_file(words: list[str]) -> str | None:
+    """Take the first of `words` out if it is a config file; None if it is not."""
+    if words and words[0].endswith((".yaml", ".yml")) and ("=" not in words[0] or Path(words[0]).is_file()):
+        return words.pop(0)
+    return None
+
+
+def take_count(words: list[str], key: str) -> int | None:
+    """Take ``key=N`` out of `words`; None where it is not there.
+
+    Raises:
+        InputError: when N is no integer >= 1.
+    """
+    found = [word for word in words if word.startswith(f"{key}=")]
+    for word in found:
+        words.remove(word)
+    if not found:
+        return None
+    text = found[-1].partition("=")[2]
+    require(text.isdigit() and int(text) >= 1, f"{key} must be an integer >= 1, got {text!r}")
+    return int(text)

@@ -21,14 +21,16 @@ from metacal.errors import InputError
 pytestmark = pytest.mark.slow
 
 ENGINES = ("forward", "reverse", "difference")
-NAMES_A_WAY_OUT = re.compile(r"engine '?(forward|difference|reverse)|use_reentrant|sparse|optimizer")
+NAMES_A_WAY_OUT = re.compile(r"engine '?(forward|difference|reverse)|use_reentrant|sparse|optimizer|remove it")
 
 
 def reference(step: Step) -> tuple[Tensor, float]:
     """dM/dφ and its relative error."""
     if NO_SECOND_DERIVATIVE.isdisjoint(step.names):
         return double_backward(step.build), 1e-8
-    return differences(step.build), 1e-2 if step.steep else 1e-6
+    near, nearer = differences(step.build, 5e-5), differences(step.build, 2e-5)
+    # they disagree where a kink lies between
+    return nearer, max(1e-2 if step.steep else 1e-6, 10 * float((near - nearer).norm() / nearer.norm()))
 
 
 def close(found: Tensor, truth: Tensor, tolerance: float) -> bool:
@@ -58,10 +60,10 @@ def hypergradient(step: Step, engine: str, truth: Tensor, exact: float) -> str:
     if not bool(truth.isfinite().all()):
         return "left out: saturated"
     setting = step.build()
-    meta = step.metastep(setting, engine)
     before, state = State(setting.net, setting.source), entries(setting.optimizer)
     outcome = f"{engine} right"
     try:
+        meta = step.metastep(setting, engine)
         found = meta.hypergradient(setting.x.clone(), setting.y, setting.x_meta.clone(), setting.y_meta)
     except InputError as error:
         refused(step, engine, error)
@@ -108,10 +110,10 @@ def test_steps() -> None:
         if not bool(truth.isfinite().all()):
             return "left out: saturated"
         setting = step.build()
-        meta = step.metastep(setting, engine)
         before, state = State(setting.net, setting.source), entries(setting.optimizer)
         phi = torch.cat([p.detach().flatten() for p in setting.phi])
         try:
+            meta = step.metastep(setting, engine)
             meta.step(setting.x, setting.y, setting.x_meta, setting.y_meta)
         except InputError as error:
             refused(step, engine, error)
@@ -136,7 +138,6 @@ def test_second_calls() -> None:
         if not HIDDEN_STATE.isdisjoint(step.names):
             return "left out"
         setting = step.build()
-        meta = step.metastep(setting, engine)
         batches = setting.x, setting.y, setting.x_meta, setting.y_meta
 
         def call() -> Tensor:
@@ -144,6 +145,7 @@ def test_second_calls() -> None:
             return torch.cat([h.flatten() for h in meta.hypergradient(*copies)])
 
         try:
+            meta = step.metastep(setting, engine)
             first = call()
         except InputError:
             return "refused"

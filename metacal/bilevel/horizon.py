@@ -102,9 +102,11 @@ class Horizon(Window):
         for run in moment.gradient.runs:
             rows = slice(start, start + len(run.x))
             gamma = moment.gradient.gamma
-            batch = whole if len(run.x) == len(whole.x) else replace(whole, x=run.x, y=whole.y[rows])
+            batch = whole
+            if len(run.x) < len(whole.x):
+                batch = replace(whole, x=run.x, y=whole.y[rows], start=start, total=len(whole.x))
             gamma = gamma if gamma is None or gamma.dim() == 0 else gamma[rows]
-            jv, part = self._of_pass(run, moment.theta, batch, gamma, v, second, start)
+            jv, part = self._of_pass(run, moment.theta, batch, gamma, v, second)
             jvs.append(jv)
             share = len(run.x) / len(whole.x)
             bent = [_sum(a, None if b is None else share * b) for a, b in zip(bent, part)]
@@ -113,7 +115,6 @@ class Horizon(Window):
 
     def _of_pass(
         self, run: Recorded, theta: list[Tensor], batch: Batch, gamma: Tensor | None, v: Cotangents, second: bool,
-        start: int,
     ) -> tuple[Tensor, Cotangents]:  # fmt: skip
         inner = self.inner
         params = [p.detach().requires_grad_() for p in theta]
@@ -123,7 +124,7 @@ class Horizon(Window):
             run.check(z)
             tape.close(z)
             loss = inner.losses(batch, z, None if gamma is None else gamma.detach()).mean()
-            objective = inner.penalised(loss, batch, inner.network.model, z, features, start=start)
+            objective = inner.penalised(loss, batch, inner.network.model, z, features)
             along = None
             with suppress(NotImplementedError):  # no rule for an operation
                 along, _ = tape.run(v)

@@ -67,7 +67,11 @@ class Last:
 
 @dataclass(frozen=True)
 class Batch:
-    """A training batch at its step. other, weight: of a mixed batch, the other labels and the weight of the first."""
+    """A training batch at its step, or a part of one.
+
+    other, weight: of a mixed batch, the other labels and the weight of the first. start, total: the place of its first
+    sample in the whole batch, and how many that has; None: it is the whole.
+    """
 
     x: Tensor
     y: Tensor
@@ -75,13 +79,17 @@ class Batch:
     epoch: float
     other: Tensor | None = None
     weight: float = 1.0
+    start: int = 0
+    total: int | None = None
 
     def parts(self, size: int | None) -> list[Batch]:
         """At most `size` samples each; None: the whole."""
         if size is None or size >= len(self.x):
             return [self]
-        pairs = zip(self.x.split(size), self.y.split(size))
-        return [Batch(x, y, self.count, self.epoch) for x, y in pairs]
+        starts, pairs = range(0, len(self.x), size), zip(self.x.split(size), self.y.split(size))
+        return [
+            Batch(x, y, self.count, self.epoch, start=start, total=len(self.x)) for start, (x, y) in zip(starts, pairs)
+        ]
 
 
 @dataclass
@@ -145,7 +153,10 @@ class Inner:
         if self.source is None:
             return None
         seen = None if seen is None else seen.detach()
-        context = {"logits": logits.detach(), "labels": batch.y, "inputs": batch.x, "epoch": batch.epoch}
+        context: dict[str, Any] = {"logits": logits.detach(), "labels": batch.y, "inputs": batch.x}
+        context["epoch"] = batch.epoch
+        if batch.total is not None:
+            context |= {"start": batch.start, "total": batch.total}
         with torch.set_grad_enabled(grad):
             if observe and (watch := getattr(self.source, "observe", None)) is not None:
                 watch(seen, **context)
@@ -159,11 +170,10 @@ class Inner:
         logits: Tensor,
         features: Tensor | None,
         report: PenaltyReport | None = None,
-        start: int = 0,
     ) -> Tensor:
         """The inner objective: the mean loss and the penalties that are due, each told to `report`.
 
-        model: what the penalties run. start: the place of the first of these samples in the whole batch.
+        model: what the penalties run.
         """
         total = loss
         for name, term in self.penalties.items():
@@ -173,7 +183,7 @@ class Inner:
             if hasattr(term.penalty, "step"):
                 term.penalty.step = batch.count
             if hasattr(term.penalty, "offset"):
-                term.penalty.offset = start
+                term.penalty.offset = batch.start
             if report is not None and name in report.details and loss.is_cuda:
                 torch.cuda.synchronize(loss.device)
             began = time.perf_counter()
@@ -200,7 +210,7 @@ class Inner:
                 observe = False
         report = PenaltyReport(engine.leaves() if record else self.network.params, self.details)
         runs, gammas, features = [], [], []
-        loss, start = torch.zeros(()), 0
+        loss = torch.zeros(())
         for batch in parts:
             report.share = share = len(batch.x) / len(whole.x)
             run, layer = self._forward(batch.x, engine.record if record else partial(Pass, engine))
@@ -208,10 +218,9 @@ class Inner:
             check_labels(batch.y, run.logits)
             gamma = self.gamma(batch, run.logits, seen, record, observe)
             mean = self.losses(batch, run.logits, None if gamma is None else gamma.detach()).mean()
-            total = self.penalised(mean, batch, self.network.trained, run.logits, run.features, report, start)
+            total = self.penalised(mean, batch, self.network.trained, run.logits, run.features, report)
             run.backward(total if share == 1 else share * total, penalised=bool(self.penalties))
             loss = mean.detach() if share == 1 else loss.to(mean.device) + share * mean.detach()
-            start += len(batch.x)
             runs.append(run)
             gammas.append(gamma)
             features.append(None if run.features is None else run.features.detach())

@@ -269,10 +269,15 @@ class GammaNet(nn.Module):
         *,
         labels: Tensor | None = None,
         inputs: Tensor | None = None,
+        start: int = 0,
+        total: int | None = None,
         **_: object,
     ) -> Tensor:
-        """gamma `(N,)` for features `(N, D)`; `labels` are read if label-aware, `inputs` if `input="random"`."""
-        seen = (self._seen(features, inputs) - self.mean) * torch.rsqrt(self.var + 1e-5)
+        """gamma `(N,)` for features `(N, D)`; `labels` are read if label-aware, `inputs` if `input="random"`.
+
+        start, total: of a part of a batch, the place of its first sample and the size of the whole.
+        """
+        seen = (self._seen(features, inputs, start, total) - self.mean) * torch.rsqrt(self.var + 1e-5)
         if self.num_classes:
             if labels is None:
                 raise InputError("labels must be given: this GammaNet is label-aware")
@@ -294,15 +299,15 @@ class GammaNet(nn.Module):
         self.mean.lerp_(mean, rate)
         self.var.lerp_(var, rate)
 
-    def _seen(self, features: Tensor, inputs: Tensor | None) -> Tensor:
+    def _seen(self, features: Tensor, inputs: Tensor | None, start: int = 0, total: int | None = None) -> Tensor:
         """What the net looks at, `(N, D)`, detached, in the net's own precision."""
         dtype = self.last.weight.dtype
         if self.input == "noise":
             # the CPU generator reads 32 bits of a seed: both numbers must be mixed into these
             mixed = (self.seed * 0x9E3779B1 + int(self.batches)) % 2**32
             generator = torch.Generator().manual_seed(mixed)
-            noise = torch.randn(len(features), self.in_features, generator=generator)
-            return noise.to(features.device, dtype)
+            noise = torch.randn(total or len(features), self.in_features, generator=generator)
+            return noise[start : start + len(features)].to(features.device, dtype)
         if self.input == "random":
             if inputs is None:
                 raise InputError("inputs must be given: this GammaNet reads random features of the network's input")

@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from metacal.bilevel import MetaStep
 from metacal.errors import InputError
+from metacal.gamma import GammaNet
 from metacal.optim import SAM, BulkSGD, Muon, muon_groups
 from metacal.optim.sam import ascent
 
@@ -255,3 +256,20 @@ def test_a_mixed_batch_has_the_hypergradient_of_its_mixed_loss() -> None:
     assert float((found - expected).norm() / expected.norm()) < 1e-6
     with pytest.raises(InputError, match="mix does not go with chunk"):
         MetaStep(problem.backbone, optimizer, problem.gamma_net, None, mix=mix, chunk=3)
+
+
+@pytest.mark.parametrize("input", ["features", "noise", "random"])
+def test_a_batch_in_parts_has_the_gammas_of_the_whole(input: str) -> None:
+    """Noise is drawn for the whole batch, of which a part takes its rows."""
+    slopes = []
+    for chunk in (None, 4):
+        problem = make_problem("mlp")
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            source = GammaNet(problem.backbone.in_features, hidden=2, gamma_init=2.0, input=input).double()
+            nn.init.normal_(source.last.weight)
+        meta = MetaStep(
+            problem.backbone, SGD(problem.backbone.parameters(), lr=0.1), source, None, outer="nll", chunk=chunk
+        )
+        slopes.append(torch.cat([h.flatten() for h in meta.hypergradient(*problem.batches)]))
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-14)

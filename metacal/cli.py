@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from metacal import __version__
 from metacal.errors import InputError, RunError
@@ -63,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise InputError(
                 f"unknown command {argv[0]!r}{did_you_mean(argv[0], commands)}; commands are {', '.join(commands)}"
             )
-        return commands[argv[0]](argv[1:])
+        with warnings.catch_warnings():
+            warnings.showwarning = _show
+            return commands[argv[0]](argv[1:])
     except InputError as error:
         print(f"metacal: {error}", file=sys.stderr)
         return 2
@@ -83,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"metacal: {where}{error.strerror or error}", file=sys.stderr)
         return 1
+
+
+def _show(message: Warning | str, category: type[Warning], file: str, line: int, *rest: Any) -> None:
+    """Warnings of this package as one line; others as Python prints them."""
+    if Path(file).is_relative_to(Path(__file__).parent):
+        print(f"metacal: {message}", file=sys.stderr)
+    else:
+        print(warnings.formatwarning(message, category, file, line), end="", file=sys.stderr)
 
 
 def _shortage(error: ImportError | MemoryError) -> str:

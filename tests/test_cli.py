@@ -90,3 +90,13 @@ def test_public_names_exist():
         assert getattr(metacal, name) is not None
     with pytest.raises(AttributeError, match="nonsense"):
         _ = metacal.nonsense
+
+
+def test_a_warning_of_the_package_is_one_line(capfd):
+    import metacal.cli
+
+    home = metacal.cli.__file__
+    metacal.cli._show("rests on 4 wrong predictions", UserWarning, home, 3)
+    assert capfd.readouterr().err == "metacal: rests on 4 wrong predictions\n"
+    metacal.cli._show("deprecated", DeprecationWarning, "/elsewhere/file.py", 3)
+    assert "/elsewhere/file.py:3: DeprecationWarning: deprecated" in capfd.readouterr().err

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metacal.commands.words import Parser
 from metacal.errors import InputError, note, require
 from metacal.jsonio import to_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from metacal.config import Config
+    from metacal.models import Backbone
+    from metacal.report.tables import Table
+    from metacal.runs.folder import RunFolder
 
 __all__ = ["curvature_command"]
 
 
 def curvature_command(argv: Sequence[str]) -> int:
     """Run `metacal curvature ARGV`; returns the exit status."""
+    arguments = _parse(argv)
+
+    from metacal.runs.config import recorded_config
+    from metacal.runs.folder import check_run
+    from metacal.training.setup import build_backbone, choose_device, curvature_loss, fixed_subset, prepare_data
+
+    folder = check_run(arguments.run)
+    states = _whole_checkpoints(folder)
+    config = recorded_config(folder, states[-1].state)
+    device = choose_device(arguments.device)
+    data = prepare_data(config, device)
+    backbone = build_backbone(config, data, device)
+    x, y = fixed_subset(getattr(data, arguments.split), arguments.subset, "curvature")
+    values = _measured(config, backbone, states, x, y, arguments.tolerance)
+    if arguments.json:
+        print(to_json(values))
+        return 0
+    note_below = (
+        f"{len(y)} samples of {arguments.split}, evaluation mode, mean {curvature_loss(config)}; ± one standard error."
+    )
+    print(_table(values, note_below))
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="metacal curvature",
         description="Measure every checkpoint of a run (checkpoints/*.pt; keep_every=N in its training keeps more than "
@@ -27,19 +62,21 @@ def curvature_command(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(list(argv))
     require(arguments.subset >= 1, f"--subset must be >= 1, got {arguments.subset}")
     require(0 < arguments.tolerance < 1, f"--tolerance must be in (0, 1), got {arguments.tolerance}")
+    return arguments
 
-    from metacal.calibration import accuracy, ece
-    from metacal.monitors import curvature_values
-    from metacal.predict import predict
-    from metacal.report.tables import Column, Spread, Table
+
+class _Saved(NamedTuple):
+    epoch: int
+    name: str
+    state: dict[str, Any]
+
+
+def _whole_checkpoints(folder: RunFolder) -> list[_Saved]:
+    """Those that can be read, by epoch; what cannot is told."""
     from metacal.runs import checkpoint
-    from metacal.runs.config import recorded_config
-    from metacal.runs.folder import check_run
-    from metacal.training.setup import build_backbone, choose_device, curvature_loss, fixed_subset, prepare_data
 
-    folder = check_run(arguments.run)
     files = folder.checkpoints()
-    require(bool(files), f"{arguments.run} has no checkpoint yet")
+    require(bool(files), f"{folder.path} has no checkpoint yet")
     states = []
     for file in files:
         try:
@@ -47,32 +84,42 @@ def curvature_command(argv: Sequence[str]) -> int:
         except InputError as error:
             note(f"left out: {error}")
             continue
-        states.append((checkpoint.epoch_of(state), file.name, state["backbone"]))
-    require(bool(states), f"{arguments.run} has no checkpoint that is whole")
-    config = recorded_config(folder, state)
-    device = choose_device(arguments.device)
-    data = prepare_data(config, device)
-    backbone = build_backbone(config, data, device)
-    x, y = fixed_subset(getattr(data, arguments.split), arguments.subset, "curvature")
-    found = {}
-    starts: dict = {}
-    for epoch, name, weights in sorted(states, key=lambda state: state[:2]):
-        checkpoint.load_weights(backbone, weights, name)
+        states.append(_Saved(checkpoint.epoch_of(state), file.name, state))
+    require(bool(states), f"{folder.path} has no checkpoint that is whole")
+    return sorted(states, key=lambda saved: saved[:2])
+
+
+def _measured(
+    config: Config, backbone: Backbone, states: Sequence[_Saved], x: Tensor, y: Tensor, tolerance: float
+) -> dict[str, dict[str, Any]]:
+    """Accuracy, ECE and curvature by the name of the checkpoint. Eigenvectors start from those of the one before."""
+    from metacal.calibration import accuracy, ece
+    from metacal.monitors import curvature_values
+    from metacal.predict import predict
+    from metacal.runs import checkpoint
+    from metacal.training.setup import curvature_loss
+
+    measured, starts = {}, {}
+    for epoch, name, state in states:
+        checkpoint.load_weights(backbone, state["backbone"], name)
         values = curvature_values(
             backbone,
             x,
             y,
-            tol=arguments.tolerance,
+            tol=tolerance,
             batch_size=config.data.batch_size,
             starts=starts,
             loss=curvature_loss(config),
         )
         p = predict(backbone, (x, y))
-        found[name] = {"epoch": epoch, "accuracy": accuracy(p), "ece": ece(p)}
-        found[name] |= {k.removeprefix("curvature/"): v for k, v in values.items()}
-    if arguments.json:
-        print(to_json(found))
-        return 0
+        measured[name] = {"epoch": epoch, "accuracy": accuracy(p), "ece": ece(p)}
+        measured[name] |= {k.removeprefix("curvature/"): v for k, v in values.items()}
+    return measured
+
+
+def _table(measured: dict[str, dict[str, Any]], note_below: str) -> Table:
+    from metacal.report.tables import Column, Spread, Table
+
     columns = [
         Column("epoch", "Epoch", 0),
         Column("ece", "ECE", 2, percent=True),
@@ -83,13 +130,9 @@ def curvature_command(argv: Sequence[str]) -> int:
         Column("batch_sharpness", "Batch sharpness", 2),
     ]
 
-    def cell(values: dict, name: str) -> float | Spread:
+    def cell(values: dict[str, Any], name: str) -> float | Spread:
         error = values.get(f"{name}_stderr")
         return values[name] if error is None else Spread(values[name], error)
 
-    rows = [(name, [cell(values, c.name) for c in columns]) for name, values in found.items()]
-    notes = [
-        f"{len(y)} samples of {arguments.split}, evaluation mode, mean {curvature_loss(config)}; ± one standard error."
-    ]
-    print(Table(columns, rows, "checkpoint", notes=notes))
-    return 0
+    rows = [(name, [cell(values, c.name) for c in columns]) for name, values in measured.items()]
+    return Table(columns, rows, "checkpoint", notes=[note_below])

@@ -10,7 +10,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,7 @@ def evaluate_command(argv: Sequence[str]) -> int:
 # ------------------------------------------------------------------------------------------------ the command line
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked as far as that goes without reading a run."""
+def _parser() -> Parser:
     parser = Parser(
         prog="metacal evaluate",
         description="Measure runs or saved predictions: accuracy and calibration with 95 % intervals, and for "
@@ -88,7 +87,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     shift.add_argument("--severities", metavar="1,3,5", help="only these (default: 1 to 5)")
     shift.add_argument("--samples", type=int, metavar="N", help="only N images, drawn by --seed (default: all)")
     shift.add_argument("--seed", type=int, metavar="S", help="of the noise and of that draw (default: 0)")
-    arguments = parser.parse_args(list(argv))
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, checked as far as that goes without reading a run."""
+    arguments = _parser().parse_args(list(argv))
     count = len(arguments.what)
     require(arguments.n_bins >= 1, f"--n-bins must be >= 1, got {arguments.n_bins}")
     require(
@@ -302,15 +306,7 @@ def _shift(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     files = RunFolder(run)
     for folder in (run, files.figures):  # before the work
         require(not folder.exists() or os.access(folder, os.W_OK), f"--shift writes into {folder}, which is read-only")
-    count, total = 0, len(set(arguments.corruptions)) * len(set(arguments.severities))
     live = sys.stderr.isatty() and not arguments.json
-
-    def progress(name: str, severity: int) -> None:
-        nonlocal count
-        count += 1
-        if live:
-            print(f"\r\033[K{count}/{total} {name} {severity}", end="", file=sys.stderr, flush=True)
-
     shift = measure_shift(
         backbone,
         data.test,
@@ -320,12 +316,15 @@ def _shift(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         samples=arguments.samples,
         seed=arguments.seed,
         n_bins=arguments.n_bins,
-        progress=progress,
+        progress=_counter(arguments) if live else lambda name, severity: None,
     )
     if live:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     minutes = (time.perf_counter() - began) / 60
-    found = {
+    picture = files.figures / "shift.png"
+    picture.parent.mkdir(exist_ok=True)
+    shift.figure().savefig(picture, dpi=150)
+    summary = {
         "run": str(run),
         "command": shlex.join(["metacal", "evaluate", *argv]),
         "checkpoint": arguments.checkpoint,
@@ -334,12 +333,9 @@ def _shift(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         "minutes": minutes,
         "versions": versions(),
     }
-    picture = files.figures / "shift.png"
-    picture.parent.mkdir(exist_ok=True)
-    shift.figure().savefig(picture, dpi=150)
-    files.write_shift(found)
+    files.write_shift(summary)
     if arguments.json:
-        print(to_json(found))
+        print(to_json(summary))
         return 0
     form = "markdown" if arguments.markdown else "text"
     tables = [shift.table(), *(shift.tables() if len(shift.values) > 1 else [])]
@@ -347,3 +343,15 @@ def _shift(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     print("\n\n".join(table.render(form) for table in tables))
     print(f"\nwrote {files.shift} and {picture} in {minutes:.1f} minutes")
     return 0
+
+
+def _counter(arguments: argparse.Namespace) -> Callable[[str, int], None]:
+    """Shows on one line of a terminal how many corruptions have begun."""
+    count, total = 0, len(set(arguments.corruptions)) * len(set(arguments.severities))
+
+    def progress(name: str, severity: int) -> None:
+        nonlocal count
+        count += 1
+        print(f"\r\033[K{count}/{total} {name} {severity}", end="", file=sys.stderr, flush=True)
+
+    return progress

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from metacal import __version__
-from metacal.errors import InputError, RunError
+from metacal.errors import InputError, RunError, did_you_mean
 
 __all__ = ["main"]
+
+COMMANDS = ("train", "evaluate", "compare", "sweep", "study", "curvature")
 
 USAGE = """metacal: train calibrated classifiers and measure how true their confidence is.
 
@@ -51,24 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] == "--version":
         print(f"metacal {__version__}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train,
-        "evaluate": _evaluate,
-        "compare": _compare,
-        "sweep": _sweep,
-        "study": _study,
-        "curvature": _curvature,
-    }
     try:
-        if argv[0] not in commands:
-            from metacal.errors import did_you_mean
-
-            raise InputError(
-                f"unknown command {argv[0]!r}{did_you_mean(argv[0], commands)}; commands are {', '.join(commands)}"
-            )
+        if argv[0] not in COMMANDS:
+            near = did_you_mean(argv[0], COMMANDS)
+            raise InputError(f"unknown command {argv[0]!r}{near}; commands are {', '.join(COMMANDS)}")
+        module = importlib.import_module(f"metacal.commands.{argv[0]}")
         with warnings.catch_warnings():
             warnings.showwarning = _show
-            return commands[argv[0]](argv[1:])
+            return getattr(module, f"{argv[0]}_command")(argv[1:])
     except InputError as error:
         print(f"metacal: {error}", file=sys.stderr)
         return 2
@@ -109,42 +102,6 @@ def _shortage(error: ImportError | MemoryError) -> str:
     if limit == resource.RLIM_INFINITY:
         return reason
     return f"{reason}; this process may use {limit / 2**30:.1f} GiB of addresses (ulimit -v), which is not enough"
-
-
-def _train(argv: list[str]) -> int:
-    from metacal.commands.train import train_command
-
-    return train_command(argv)
-
-
-def _evaluate(argv: list[str]) -> int:
-    from metacal.commands.evaluate import evaluate_command
-
-    return evaluate_command(argv)
-
-
-def _compare(argv: list[str]) -> int:
-    from metacal.commands.compare import compare_command
-
-    return compare_command(argv)
-
-
-def _sweep(argv: list[str]) -> int:
-    from metacal.commands.sweep import sweep_command
-
-    return sweep_command(argv)
-
-
-def _study(argv: list[str]) -> int:
-    from metacal.commands.study import study_command
-
-    return study_command(argv)
-
-
-def _curvature(argv: list[str]) -> int:
-    from metacal.commands.curvature import curvature_command
-
-    return curvature_command(argv)
 
 
 if __name__ == "__main__":

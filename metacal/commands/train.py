@@ -76,19 +76,19 @@ def _resume(config: Config, words: Sequence[str]) -> int:
     require(not folder.finished, f"{folder.path} is finished: there is nothing to resume")
     require(folder.last.is_file(), f"{folder.path} has no checkpoint yet: run its command again instead")
     require(not config.overwrite, "resume=RUN goes on and overwrite=true starts over: give one of them")
-    own = recorded_config(folder, load(folder.last))
+    started_with = recorded_config(folder, load(folder.last))
     for key in (word.lstrip("+~").split("=", 1)[0] for word in words):
         if key in NOT_IN_NAME - {"method", "seed"}:
-            setattr(own, key, getattr(config, key))
+            setattr(started_with, key, getattr(config, key))
             continue
-        was, given = _value(own, key), _value(config, key)
+        was, given = _value(started_with, key), _value(config, key)
         require(
             was == given,
             f"{key}={given} differs from {was} in {folder.path}: a resumed run keeps its config; leave the key "
             "out, or start a new run",
         )
-    own.run_dir, own.resume = str(folder.path), None
-    return run(own, folder, words).show()
+    started_with.run_dir, started_with.resume = str(folder.path), None
+    return run(started_with, folder, words).show()
 
 
 def _value(config: Config, key: str) -> Any:
@@ -100,8 +100,8 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _with_method(words: Sequence[str], method: str) -> list[str]:
-    kept = [w for w in words if w.split("=", 1)[0] not in ("method", "baselines", "run_dir")]
-    return [*kept, f"method={method}"]
+    others = [w for w in words if w.split("=", 1)[0] not in ("method", "baselines", "run_dir")]
+    return [*others, f"method={method}"]
 
 
 def _run_beside_baselines(config: Config, words: list[str], config_file: str | None) -> int:
@@ -262,17 +262,17 @@ def _with_hydra(words: list[str], config_file: str | None) -> int:
     path = check_config_file(config_file) if config_file else config_dir() / "train.yaml"
     jobs: list[Job] = []
     # A bad value surfaces here, before the first run.
-    own = [w for w in words if "=" in w and not w.lstrip("+~").startswith(("-", "hydra/", "hydra."))]
+    run_words = [w for w in words if "=" in w and not w.lstrip("+~").startswith(("-", "hydra/", "hydra."))]
     if any(word in ("-m", "--multirun") for word in words):
         from metacal.studies.grid import grid_jobs
 
         require(not _SHOW.intersection(words), "-m runs a grid and --cfg shows a config: give one of them")
-        jobs = grid_jobs(own, config_file, normal=True)
+        jobs = grid_jobs(run_words, config_file, normal=True)
     elif _SHOW.intersection(words) and "job" in taken:
-        print(to_yaml(compose(own, config_file)), end="")
+        print(to_yaml(compose(run_words, config_file)), end="")
         return 0
     else:
-        compose(own, config_file)
+        compose(run_words, config_file)
     task = _Task(str(path) if config_file else None, in_grid=bool(jobs))
 
     # Hydra's parser wants the overrides in one piece, wherever its flags stand.

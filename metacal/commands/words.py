@@ -31,11 +31,11 @@ def take_count(words: list[str], key: str) -> int | None:
     Raises:
         InputError: when N is no integer >= 1.
     """
-    found = [word for word in words if word.startswith(f"{key}=")]
-    for word in found:
+    given = [word for word in words if word.startswith(f"{key}=")]
+    for word in given:
         words.remove(word)
-    if not found:
+    if not given:
         return None
-    text = found[-1].partition("=")[2]
+    text = given[-1].partition("=")[2]
     require(text.isdigit() and int(text) >= 1, f"{key} must be an integer >= 1, got {text!r}")
     return int(text)

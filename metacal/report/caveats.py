@@ -41,8 +41,8 @@ def test_note(groups: Sequence[Group], alpha: float, resamples: int, moderated: 
         who = "All methods" if len(single) == len(groups) else ", ".join(g.short for g in single)
         have = "have" if len(single) > 1 else "has"
         text += f" {who} {have} one run: comparisons with it speak of these runs only, not of what another seed gives."
-    own = all(run.config.get("data.split_seed", 0) is None for g in groups for run in g.runs)
-    text += " It takes as given " + ("the test images' source" if own else "the one split of the images")
+    own_splits = all(run.config.get("data.split_seed", 0) is None for g in groups for run in g.runs)
+    text += " It takes as given " + ("the test images' source" if own_splits else "the one split of the images")
     return text + (" and each run's one fitted temperature." if scaled else ".")
 
 
@@ -50,8 +50,8 @@ def unequal_conditions(groups: Sequence[Group]) -> list[str]:
     """Of training: epochs, model, optimizer, augmentation, and the number of labelled images, with who has what."""
 
     def model(g: Group) -> str:
-        own = [f"{k.split('.', 1)[1]}={show_value(v)}" for k, v in g.differs.items() if k.startswith("model.")]
-        return " ".join([str(g.config.get("model.name")), *(word for word in own if not word.startswith("name="))])
+        options = [f"{k.split('.', 1)[1]}={show_value(v)}" for k, v in g.differs.items() if k.startswith("model.")]
+        return " ".join([str(g.config.get("model.name")), *(word for word in options if not word.startswith("name="))])
 
     def value(key: str) -> Callable[[Group], Any]:
         return lambda g: g.config.get(key)
@@ -83,8 +83,8 @@ def unequal_data(groups: Sequence[Group]) -> list[str]:
         for run in runs:
             prints = run.fingerprints
             if prints:
-                found = json.dumps([prints.get(split) for split in splits])
-                sets.setdefault(_data_key(run), {}).setdefault(found, run)
+                images = json.dumps([prints.get(split) for split in splits])
+                sets.setdefault(_data_key(run), {}).setdefault(images, run)
         for different in sets.values():
             if len(different) > 1:
                 named = ", ".join(str(run.path) for run in different.values())
@@ -95,13 +95,13 @@ def unequal_data(groups: Sequence[Group]) -> list[str]:
 def unequal_times(groups: Sequence[Group]) -> list[str]:
     """Devices, threads, monitors and versions, on which times depend."""
     runs = [run for g in groups for run in g.runs]
-    found = {"device": sorted({str(run.summary.get("device")) for run in runs})}
+    conditions = {"device": sorted({str(run.summary.get("device")) for run in runs})}
     for key in sorted({key for run in runs for key in run.watching}):
         # Bins and resamples are counted outside the steps.
         if key == "threads" or (key.startswith("monitor.") and key not in ("monitor.n_bins", "monitor.resamples")):
-            found[key] = sorted({show_value(run.watching.get(key)) for run in runs})
-    found["monitor.val_every"] = sorted({show_value(run.config.get("monitor.val_every")) for run in runs})
-    differ = [f"{key} ({', '.join(values)})" for key, values in found.items() if len(values) > 1]
+            conditions[key] = sorted({show_value(run.watching.get(key)) for run in runs})
+    conditions["monitor.val_every"] = sorted({show_value(run.config.get("monitor.val_every")) for run in runs})
+    differ = [f"{key} ({', '.join(values)})" for key, values in conditions.items() if len(values) > 1]
     out = [f"Times and step costs were not taken alike: different {', '.join(differ)}."] if differ else []
     if len({run.versions for run in runs}) > 1:
         out.append("The runs were made by different versions, listed with them.")

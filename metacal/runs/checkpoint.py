@@ -65,8 +65,8 @@ def _read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         raise InputError(f"checkpoint {path} {error}") from None
     except Exception as error:  # damaged bytes without a seal, of an older run, can raise anything
         raise InputError(f"checkpoint {path} is truncated or no checkpoint ({type(error).__name__})") from None
-    found = state.get("format") if isinstance(state, dict) else None
-    require(found == FORMAT, f"checkpoint {path} must be of format {FORMAT}, got {found}")
+    version = state.get("format") if isinstance(state, dict) else None
+    require(version == FORMAT, f"checkpoint {path} must be of format {FORMAT}, got {version}")
     require(sealed or "digest" not in state, f"checkpoint {path} is truncated or no checkpoint (its digest is lost)")
     return state
 
@@ -121,17 +121,17 @@ def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], where: str
     Raises:
         InputError: when `weights` belong to another model.
     """
-    own = module.state_dict()
-    for key in own:
+    expected = module.state_dict()
+    for key in expected:
         if key not in weights:
             raise InputError(f"{where} is of another model: it has no {key!r}")
-        if own[key].shape != weights[key].shape:
+        if expected[key].shape != weights[key].shape:
             raise InputError(
                 f"{where} is of another model: {key!r} has shape {tuple(weights[key].shape)}, "
-                f"this model's is {tuple(own[key].shape)}"
+                f"this model's is {tuple(expected[key].shape)}"
             )
     for key in weights:
-        if key not in own:
+        if key not in expected:
             raise InputError(f"{where} is of another model: this one has no {key!r}")
     module.load_state_dict(weights)
 

@@ -10,11 +10,12 @@ from typing import Any
 from metacal.config import Config
 from metacal.config.compose import from_dictionary
 from metacal.config.files import plain_keys
+from metacal.config.resolve import flat
 from metacal.errors import InputError, note, require
 from metacal.runs.folder import RunFolder
 from metacal.runs.naming import NOT_IN_NAME
 
-__all__ = ["differing_keys", "recorded_config", "require_same_config", "stated_config", "translated"]
+__all__ = ["recorded_config", "require_same_config", "stated_config", "translated"]
 
 _SECTIONS = {"method", "data", "model", "loss", "gamma", "optimizer", "schedule", "meta", "monitor"}  # of every config
 
@@ -70,7 +71,7 @@ def recorded_config(folder: RunFolder, state: Mapping[str, Any] | None = None) -
         assert said is not None
         return said
     config = _parsed(copy, f"the config in a checkpoint of {folder.path}")
-    if said is not None and (keys := differing_keys(asdict(said), asdict(config))):
+    if said is not None and (keys := _differing(said, config)):
         trouble = f"{folder.config} was changed or damaged: another {', '.join(keys)}"
     if trouble:
         note(f"{trouble}; the checkpoint's copy of the config is taken")
@@ -83,10 +84,9 @@ def require_same_config(config: Config, folder: RunFolder) -> None:
     Raises:
         InputError: naming the keys that differ.
     """
-    own = asdict(config)
-    keys = differing_keys(asdict(recorded_config(folder)), own)
+    keys = _differing(recorded_config(folder), config)
     if keys and (state := folder.read_checkpoint()) is not None:  # config.yaml may be damaged
-        keys = differing_keys(asdict(recorded_config(folder, state)), own)
+        keys = _differing(recorded_config(folder, state), config)
     if keys:
         state_of = "a finished" if folder.finished else "an interrupted"
         how = "choose another name=…" if folder.finished else f"go on with it by {shlex.quote(f'resume={folder.path}')}"
@@ -96,15 +96,8 @@ def require_same_config(config: Config, folder: RunFolder) -> None:
         )
 
 
-def differing_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys whose values differ between two resolved configs, those of `NOT_IN_NAME` left out."""
-    keys: list[str] = []
-    for key in sorted(old.keys() | new.keys()):
-        if not prefix and key in NOT_IN_NAME - {"seed", "method"}:
-            continue
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            keys += differing_keys(a, b, f"{prefix}{key}.")
-        elif a != b:
-            keys.append(prefix + key)
-    return keys
+def _differing(old: Config, new: Config) -> list[str]:
+    """The dotted keys whose values differ, but for those that say where and how a run is watched."""
+    a, b = flat(asdict(old)), flat(asdict(new))
+    aside = NOT_IN_NAME - {"seed", "method"}
+    return [key for key in sorted(a.keys() | b.keys()) if key not in aside and a.get(key) != b.get(key)]

@@ -36,13 +36,13 @@ def run_name(method: str, overrides: Sequence[str]) -> str:
     Keys that do not change what is computed are left out, and of paths all but the last part. Long names are cut and
     closed with a hash, so that they stay valid on every file system and distinct.
     """
-    kept = []
+    words = []
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if key not in NOT_IN_NAME and key.split(".")[0] != "monitor":
-            kept.append(f"{key}={Path(value).name if key.endswith('path') else value}")
-    kept.sort()
-    name = ",".join([method, *kept])
+            words.append(f"{key}={Path(value).name if key.endswith('path') else value}")
+    words.sort()
+    name = ",".join([method, *words])
     safe = re.sub(r"[^\w.,=+\[\]{}:-]+", "_", name)
     if len(safe) > 120 or safe != name:
         safe = f"{safe[:110]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

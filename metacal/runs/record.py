@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from metacal.config.files import read_yaml
-from metacal.config.resolve import complete
+from metacal.config.resolve import complete, flat
 from metacal.errors import InputError, require
 from metacal.predictions import Predictions
 from metacal.runs.config import translated
 from metacal.runs.folder import RunFolder, read_metrics, series_of
-from metacal.runs.settings import flat_settings, is_bookkeeping, short_names, show_value, telling
+from metacal.runs.settings import is_bookkeeping, short_names, show_value, telling
 
 __all__ = ["Group", "LeftOut", "Run", "find_runs", "group_runs", "load_runs", "require_same_samples"]
 
@@ -77,8 +77,8 @@ class Run:
     @property
     def fingerprints(self) -> Mapping[str, str | None]:
         """Of the content of its splits train, meta and val; empty where the run is older than they are."""
-        found = self.summary["data"].get("fingerprints")
-        return found if isinstance(found, dict) else {}
+        fingerprints = self.summary["data"].get("fingerprints")
+        return fingerprints if isinstance(fingerprints, dict) else {}
 
     def predictions(self, split: str) -> Predictions:
         """The predictions that it saved, of `split` test or val.
@@ -175,7 +175,7 @@ def find_runs(words: Iterable[str | os.PathLike[str]]) -> list[Path]:
     Raises:
         InputError: a word that names nothing, or no run.
     """
-    found: dict[Path, Path] = {}
+    by_place: dict[Path, Path] = {}
     for word in words:
         here = Path(word)
         # Names of runs may hold brackets: what exists is meant as it stands.
@@ -184,14 +184,14 @@ def find_runs(words: Iterable[str | os.PathLike[str]]) -> list[Path]:
         runs = [run for match in matches if match.is_dir() for run in _runs_in(match)]
         require(len(runs) > 0, f"{word} is no run folder and holds none: a run folder has a config.yaml")
         for run in runs:
-            found.setdefault(run.resolve(), run)
-    return list(found.values())
+            by_place.setdefault(run.resolve(), run)
+    return list(by_place.values())
 
 
 def _glob(word: str) -> list[Path]:
     """What a pattern matches: as it stands, or else with its brackets taken literally."""
-    found = glob.glob(word, recursive=True) or glob.glob(word.replace("[", "[[]"), recursive=True)
-    return [Path(m) for m in sorted(found)]
+    matches = glob.glob(word, recursive=True) or glob.glob(word.replace("[", "[[]"), recursive=True)
+    return [Path(m) for m in sorted(matches)]
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -248,7 +248,7 @@ def _load_run(path: Path) -> Run:
         summary = folder.read_summary()
     except InputError:
         raise InputError(f"its {folder.summary.name} is damaged or not that of a run") from None
-    settings = flat_settings(complete(config))
+    settings = flat(complete(config))
     return Run(
         path,
         {key: value for key, value in settings.items() if not is_bookkeeping(key)},
@@ -282,7 +282,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for same in together.values():
         parts += _by_data(same)
     told = telling([group[0].config for group, _ in parts])
-    told = [own | prints for own, (_, prints) in zip(told, parts)]
+    told = [keys | prints for keys, (_, prints) in zip(told, parts)]
     short = short_names([group[0].method for group, _ in parts], told)
     seeds = (sorted(group, key=lambda run: run.seed) for group, _ in parts)
     groups = [Group(group, differs, name) for group, differs, name in zip(seeds, told, short)]
@@ -303,9 +303,9 @@ def _by_data(runs: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:
             same.append(run)
     out: list[tuple[list[Run], dict[str, Any]]] = []
     for part in parts:
-        own = part[0].fingerprints
+        fingerprints = part[0].fingerprints
         differ = [split for split in _SPLITS if len({p[0].fingerprints.get(split) for p in parts}) > 1]
-        out.append((part, {f"data.fingerprints.{split}": (own.get(split) or "?")[:8] for split in differ}))
+        out.append((part, {f"data.fingerprints.{split}": (fingerprints.get(split) or "?")[:8] for split in differ}))
     return out
 
 
@@ -325,9 +325,9 @@ def require_same_samples(groups: Sequence[Group], split: str = "test") -> None:
     """
     sets: dict[str, list[Run]] = {}
     for run in (run for g in groups for run in g.runs):
-        found = run.fingerprint if split == "test" else run.fingerprints.get(split)
-        if found is not None:
-            sets.setdefault(found, []).append(run)
+        fingerprint = run.fingerprint if split == "test" else run.fingerprints.get(split)
+        if fingerprint is not None:
+            sets.setdefault(fingerprint, []).append(run)
     if len(sets) > 1:
         named = "; ".join(
             f"{runs[0].summary['data'].get('name', '?')} {fingerprint[:8]} ({runs[0].summary['data'].get(split, '?')} "

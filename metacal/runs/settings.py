@@ -14,15 +14,13 @@ from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 
-from metacal.config.resolve import complete
-from metacal.config.resolve import flat as flat_settings
+from metacal.config.resolve import complete, flat
 from metacal.config.words import config_dir
 from metacal.runs.naming import NOT_IN_NAME
 
 __all__ = [
     "defaults_of",
     "equal_settings",
-    "flat_settings",
     "is_bookkeeping",
     "name_first",
     "short_names",
@@ -71,7 +69,7 @@ def defaults_of(group: str, option: str) -> Mapping[str, Any] | None:
         return None
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
     whole = path.read_text().startswith("# @package _global_")
-    return flat_settings(complete(values if whole else {group: values}))
+    return flat(complete(values if whole else {group: values}))
 
 
 def telling(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -115,29 +113,31 @@ def short_names(methods: Sequence[str], told: Sequence[Mapping[str, Any]]) -> li
     Values that more than half of all groups have are left out, of `optimizer.name=sam` the value says enough, and of
     `optimizer.lr` the last part where no other key ends alike.
     """
-    keys = {key for own in told for key in own}
+    keys = {key for settings in told for key in settings}
     ends = Counter(key.split(".")[-1] for key in keys)
     common = {
         key: text
         for key in keys
-        for text, n in Counter(_text(own[key]) for own in told if key in own).items()
+        for text, n in Counter(_text(settings[key]) for settings in told if key in settings).items()
         if 2 * n > len(told)
     }
 
     def named(key: str, value: Any) -> str:
-        part, _, rest = key.partition(".")
-        if part in _CHOICES and rest == "name":
+        part, _, name = key.partition(".")
+        if part in _CHOICES and name == "name":
             return str(value)
-        brief = rest if part == "penalties" or (part in _CHOICES and ends[key.split(".")[-1]] == 1) else key
+        brief = name if part == "penalties" or (part in _CHOICES and ends[key.split(".")[-1]] == 1) else key
         return f"{brief}={show_value(value)}"
 
     names = []
-    for method, own in zip(methods, told):
-        kept = {key: value for key, value in own.items() if common.get(key) != _text(value)}
-        names.append(", ".join([method, *(named(k, v) for k, v in kept.items())]))
+    for method, settings in zip(methods, told):
+        special = {key: value for key, value in settings.items() if common.get(key) != _text(value)}
+        names.append(", ".join([method, *(named(k, v) for k, v in special.items())]))
     if len(set(names)) == len(names):
         return names
-    return [", ".join([m, *(f"{k}={show_value(v)}" for k, v in own.items())]) for m, own in zip(methods, told)]
+    return [
+        ", ".join([m, *(f"{k}={show_value(v)}" for k, v in settings.items())]) for m, settings in zip(methods, told)
+    ]
 
 
 def equal_settings(groups: Sequence[Configured], main: bool = True) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def equal_settings(groups: Sequence[Configured], main: bool = True) -> dict[str,
 
 def name_first(key: str) -> tuple[str, bool, str]:
     """To sort keys by: `optimizer.name` before `optimizer.lr`."""
-    part, _, rest = key.partition(".")
-    return part, rest != "name", rest
+    part, _, name = key.partition(".")
+    return part, name != "name", name
 
 
 def _text(value: Any) -> str:

@@ -18,7 +18,7 @@ def versions() -> dict[str, str]:
 
     import metacal
 
-    found = {
+    known = {
         "metacal": metacal.__version__,
         "torch": torch.__version__,
         "torchvision": importlib.metadata.version("torchvision"),  # importing it takes over a second
@@ -27,8 +27,8 @@ def versions() -> dict[str, str]:
         "platform": platform.platform(terse=True),
     }
     if commit := _git_state(Path(metacal.__file__).parent):
-        found["git"] = commit
-    return found
+        known["git"] = commit
+    return known
 
 
 def _git_state(folder: Path) -> str | None:

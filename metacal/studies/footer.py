@@ -40,8 +40,8 @@ def footer(study: Study) -> str:
         columns.append(Column("versions"))
         lines[1] = "Versions: not the same for all runs; they are listed with them."
     rows = [
-        (job.title, [s["seed"], s["time/train_s"] / 60, str(job.folder.path), *([own] if len(versions) > 1 else [])])
-        for job, s, own in zip(study.jobs, summaries, made_by)
+        (job.title, [s["seed"], s["time/train_s"] / 60, str(job.folder.path), *([said] if len(versions) > 1 else [])])
+        for job, s, said in zip(study.jobs, summaries, made_by)
     ]
     lines.append(Table(columns, rows, "run", "Where the numbers come from").render("markdown"))
     if study.unfinished:

@@ -103,9 +103,9 @@ def load_study(name: str, variant: str | None = None, words: Sequence[str] = ())
         sweep = group.get("sweep", {})
         for key in given & sweep.keys():
             raise InputError(f"{key}=… cannot be given: the study sweeps over {key} {list(sweep[key])}")
-        for own in group.get("words", []):
-            word = given.get(_key_of(own), own)
-            require(word == own, f"{word} cannot be given: it would replace {own} of the study's group {label!r}")
+        for word in group.get("words", []):
+            other = given.get(_key_of(word), word)
+            require(other == word, f"{other} cannot be given: it would replace {word} of the study's group {label!r}")
         for values in itertools.product(*sweep.values()):
             swept = dict(zip(sweep, values))
             command = (
@@ -169,11 +169,11 @@ def expand(words: Sequence[str], normal: bool = False) -> list[tuple[tuple[str, 
                 raise InputError(f"{word}: {explain(error)}") from None
             require(len(choices[key]) > 0, f"{word} gives no values to sweep over")
             swept.append(key)
-    found = []
+    runs = []
     for combination in itertools.product(*choices.values()):
         value_of = dict(word.split("=", 1) for word in combination if "=" in word)
-        found.append((combination, {key: value_of[key] for key in choices if key in swept}))
-    return found
+        runs.append((combination, {key: value_of[key] for key in choices if key in swept}))
+    return runs
 
 
 def grid_jobs(words: Sequence[str], config_file: str | None = None, normal: bool = False) -> list[Job]:
@@ -212,12 +212,12 @@ def _composer(config_file: str | None = None) -> Callable[[tuple[str, ...]], Con
     done: dict[tuple[str, ...], Config] = {}
 
     def composed(words: tuple[str, ...]) -> Config:
-        rest = tuple(word for word in words if not word.startswith("seed="))
-        seed = re.fullmatch(r"seed=(\d{1,9})", "".join(set(words) - set(rest)))
-        if seed is None or rest not in done:
-            done[rest] = compose(words, config_file)
-            return done[rest]
-        return replace(done[rest], seed=int(seed[1]))
+        others = tuple(word for word in words if not word.startswith("seed="))
+        seed = re.fullmatch(r"seed=(\d{1,9})", "".join(set(words) - set(others)))
+        if seed is None or others not in done:
+            done[others] = compose(words, config_file)
+            return done[others]
+        return replace(done[others], seed=int(seed[1]))
 
     return composed
 

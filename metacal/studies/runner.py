@@ -104,14 +104,14 @@ def _ending(job: Job, status: int, asked: bool) -> str:
 
 def _start(job: Job, threads: int, gpu: str | None) -> subprocess.Popen[bytes]:
     file = [job.config_file] if job.config_file else []
-    own = job.config.threads  # what the run's own words say counts
-    environment = os.environ | {"OMP_NUM_THREADS": str(own or threads)}
+    chosen = job.config.threads  # what the run's own words say counts
+    environment = os.environ | {"OMP_NUM_THREADS": str(chosen or threads)}
     if gpu is not None and job.config.device in ("auto", "cuda"):
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     job.folder.path.mkdir(parents=True, exist_ok=True)
     with open(job.folder.log, "a") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "metacal", "train", *file, *job.words, *([] if own else [f"threads={threads}"])],
+            [sys.executable, "-m", "metacal", "train", *file, *job.words, *([] if chosen else [f"threads={threads}"])],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

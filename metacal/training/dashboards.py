@@ -144,7 +144,7 @@ def experiment(config: Config) -> Any:
     """
     from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
-    found = api_pb2.Experiment(name="metacal", time_created_secs=time.time())
+    columns = api_pb2.Experiment(name="metacal", time_created_secs=time.time())
     for name, value in hyperparameters(config).items():
         known = _choices(name, config)
         text = bool(known) or isinstance(value, str)
@@ -156,16 +156,16 @@ def experiment(config: Config) -> Any:
         if text:
             for choice in sorted(known | ({value} if isinstance(value, str) else set())):
                 info.domain_discrete.values.add().string_value = choice
-        found.hparam_infos.append(info)
+        columns.hparam_infos.append(info)
     for tag, description in METRICS.items():
-        found.metric_infos.append(
+        columns.metric_infos.append(
             api_pb2.MetricInfo(
                 name=api_pb2.MetricName(tag=tag),
                 description=description,
                 dataset_type=api_pb2.DATASET_UNKNOWN if tag.startswith("time/") else api_pb2.DATASET_VALIDATION,
             )
         )
-    return _summary("EXPERIMENT_TAG", plugin_data_pb2.HParamsPluginData(experiment=found))
+    return _summary("EXPERIMENT_TAG", plugin_data_pb2.HParamsPluginData(experiment=columns))
 
 
 def session_start(values: Mapping[str, str | float | bool | None]) -> Any:

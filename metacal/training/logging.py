@@ -138,13 +138,13 @@ class RunLog:
         if self._tags.issuperset(tags) and self._layout:
             return
         self._tags.update(tags)
-        found = dashboards.layout(self._tags)
-        if found != self._layout:
-            self._layout = found
+        layout = dashboards.layout(self._tags)
+        if layout != self._layout:
+            self._layout = layout
             self._writer.add_custom_scalars(
                 {
                     category: {chart: ["Multiline", tags] for chart, tags in charts.items()}
-                    for category, charts in found.items()
+                    for category, charts in layout.items()
                 }
             )
 
@@ -157,20 +157,20 @@ class RunLog:
         """
         if self._writer is None or not values.numel() or not bool(torch.isfinite(values).all()):
             return
-        found = values.detach().double().flatten().cpu().numpy()
-        low, high = (float(found.min()) if low is None else low), (float(found.max()) if high is None else high)
+        numbers = values.detach().double().flatten().cpu().numpy()
+        low, high = (float(numbers.min()) if low is None else low), (float(numbers.max()) if high is None else high)
         if not low < high:
             low, high = low - 0.5, low + 0.5
-        counts, edges = np.histogram(found, 50, (low, high))
+        counts, edges = np.histogram(numbers, 50, (low, high))
         full = np.flatnonzero(counts)
         shown = slice(full[0], full[-1] + 1)  # of the outer ones TensorBoard takes the least and the largest value
         self._writer.add_histogram_raw(
             name,
-            min=found.min(),
-            max=found.max(),
-            num=len(found),
-            sum=found.sum(),
-            sum_squares=found @ found,
+            min=numbers.min(),
+            max=numbers.max(),
+            num=len(numbers),
+            sum=numbers.sum(),
+            sum_squares=numbers @ numbers,
             bucket_limits=edges[1:][shown].tolist(),
             bucket_counts=counts[shown].tolist(),
             global_step=step,

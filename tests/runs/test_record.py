@@ -9,10 +9,11 @@ import pytest
 from reference.run_folders import made_up, write_run
 
 from metacal.config.compose import compose, config_dir
+from metacal.config.resolve import flat
 from metacal.errors import InputError
 from metacal.report.caveats import unequal_conditions, unequal_data, unequal_times
 from metacal.runs.record import find_runs, group_runs, load_runs, require_same_samples
-from metacal.runs.settings import defaults_of, equal_settings, flat_settings, short_names, show_value
+from metacal.runs.settings import defaults_of, equal_settings, short_names, show_value
 
 
 def groups_of(*words):
@@ -141,7 +142,7 @@ def test_a_choice_names_what_its_yaml_sets_and_no_more(tmp_path):
 
 @pytest.mark.parametrize(("part", "option"), [("method", "mixup"), ("optimizer", "gd"), ("model", "cnn")])
 def test_defaults_are_those_of_the_composition(part, option):
-    want = flat_settings(asdict(compose([f"{part}={option}"])))
+    want = flat(asdict(compose([f"{part}={option}"])))
     found = defaults_of(part, option)
     assert all(found[key] == value for key, value in want.items() if part in ("method", key.split(".")[0]))
     assert found.get("epochs") == want["epochs"] and defaults_of(part, "none such") is None

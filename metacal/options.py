@@ -163,15 +163,16 @@ def made(part: Callable[..., Any], values: Any, **context: Any) -> Any:
     """The part with its options as `values` (an object with attributes) has them.
 
     A dataclass gives its instance, a function the function with its options bound. Where an option names another part,
-    that one is made first and stands in the place of its name. context: further fields or arguments, those of them that
-    the part has.
+    that one is made first and stands in the place of its name. Numbers of numpy and of tensors become Python's.
+    context: further fields or arguments, those of them that the part has.
     """
     options = {}
     for name, described in _own_options(part).items():
         value = getattr(values, name)
         if described.option.parts is not None:
+            require_choice(name, value, described.option.parts)
             value = made(described.option.parts[value], values, **context)
-        options[name] = value
+        options[name] = _python(value)
     kind, _ = _unbound(part)
     if not is_dataclass(kind):
         return partial(part, **options) if options else part
@@ -217,7 +218,7 @@ def check_value(name: str, value: Any, described: Described) -> None:
     what = described.option
     if value is None and optional:
         return
-    if what.names and what.parts is None:
+    if what.names and (what.parts is None or isinstance(value, str)):
         require_choice(name, value, what.names)
     elif kind in (int, float):
         number = _number(value)
@@ -240,9 +241,16 @@ def check_value(name: str, value: Any, described: Described) -> None:
 
 def _number(value: Any) -> Real | None:
     """A real number of Python, numpy or a tensor of one element as one; None for anything else."""
-    if type(value).__module__ == "torch" and getattr(value, "numel", lambda: 0)() == 1:
-        value = value.item()
+    value = _python(value)
     return value if isinstance(value, Real) and not isinstance(value, bool) else None
+
+
+def _python(value: Any) -> Any:
+    """Numbers of numpy, and tensors of one element, as numbers of Python, in lists too; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_python, value)) if type(value) in (list, tuple) else value
+    one = type(value).__module__ in ("torch", "numpy") and getattr(value, "shape", None) in ((), (1,))
+    return value.item() if one else value
 
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")

@@ -113,6 +113,10 @@ def test_help_has_a_line_for_every_key():
         (["penalties.sece.bandwidth=0"], "penalties.sece.bandwidth must be > 0, got 0.0"),
         (["meta=dece", "meta.bandwidth=0.1"], "meta.bandwidth=0.1 is no setting of dece"),
         (["meta.objective={sece: 1, mmce: 1}", "meta.bandwidth=0.1"], "meta.bandwidth=0.1 could be of sece or mmce"),
+        (
+            ["optimizer=sam", "optimizer.base=adamm"],
+            "optimizer.base must be one of sgd, adam, adamw, muon, got 'adamm'",
+        ),
         (["schedule=constant", "schedule.final=0.1"], "schedule.final=0.1 is no setting of constant"),
     ],
 )

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from metacal.errors import InputError
-from metacal.optim import build_optimizer, parameter_groups
+from metacal.optim import backbone_optimizer, build_optimizer, parameter_groups
 
 
 def test_norm_and_bias_may_go_without_weight_decay():
@@ -44,3 +45,43 @@ def test_names_and_settings():
         build_optimizer("adamww", p, 0.1)
     with pytest.raises(InputError, match=r"optimizer\.lr must be >= 0"):
         build_optimizer("sgd", p, -0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sgd", {"momentum": np.float64(0.9), "weight_decay": np.float32(0.1)}),
+        ("adamw", {"betas": (np.float32(0.9), 0.99), "eps": np.float64(1e-8)}),
+        ("muon", {"momentum": np.float64(0.9), "rest_lr": np.float32(0.1)}),
+        ("sam", {"rho": torch.tensor(0.1), "base": "adam"}),
+        ("bulk_sgd", {"k": np.int64(2), "tolerance": np.float32(0.01)}),
+    ],
+)
+@pytest.mark.parametrize("rate", [np.float32(0.1), torch.tensor(0.1)])
+def test_options_may_be_numbers_of_numpy_or_tensors(name, options, rate):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = backbone_optimizer(net, name, lr=rate, **options)
+    x, y = torch.randn(6, 3), torch.arange(6) % 2
+    if name == "bulk_sgd":
+        optimizer.prepare(x, y)
+    nn.functional.cross_entropy(net(x), y).backward()
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+    assert any(not torch.equal(p, q) for p, q in zip(net.parameters(), before))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sgd", {"lr": torch.tensor(-0.1)}, r"optimizer\.lr must be >= 0, got -0\.1"),
+        ("sgd", {"momentun": 0.9}, "optimizer sgd has no option 'momentun' .did you mean 'momentum'"),
+        ("sgd", {"nesterov": True, "momentum": 0.0}, r"optimizer\.nesterov=true needs momentum > 0"),
+        ("sam", {"base": "gd"}, "base must be one of sgd, adam, adamw, muon, got 'gd'"),
+        ("bulk_sgd", {"k": 1.5}, r"optimizer\.k must be an integer >= 1, got 1\.5"),
+        ("adam", {"betas": [0.9]}, r"optimizer\.betas must be two numbers in \[0, 1\), got \[0\.9\]"),
+    ],
+)
+def test_bad_options_are_named(name, options, message):
+    with pytest.raises(InputError, match=message):
+        backbone_optimizer(nn.Linear(3, 2), name, **options)

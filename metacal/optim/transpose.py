@@ -163,14 +163,16 @@ def transposed_clip(grads: Cotangents, total: float, max_norm: float, cotangents
 
     the projection off the gradient, up to the 1e-6; elsewhere v = u.
     grads: the gradients *after* clipping, c, as the step received them. total: the norm before. Where
-    `clips(total, max_norm)` is false, grads are not read.
+    `clips(total, max_norm)` is false, grads are not read. The norm couples all parameters: one whose cotangent is None
+    gets a v of its own, since its gradient shortens those of the others.
     """
     if not clips(total, max_norm):
         return 1.0
     scale = max_norm / (total + 1e-6)
-    pairs = [(c, u) for c, u in zip(grads, cotangents) if c is not None and u is not None]
-    if not pairs:
+    if all(u is None for u in cotangents):
         return scale
+    cotangents[:] = [torch.zeros_like(c) if u is None and c is not None else u for c, u in zip(grads, cotangents)]
+    pairs = [(c, u) for c, u in zip(grads, cotangents) if c is not None and u is not None]
     clipped, tensors = [c for c, _ in pairs], [u for _, u in pairs]
     inner = torch.stack([torch.dot(c.flatten(), u.flatten()) for c, u in pairs]).sum()
     weight = -inner / (scale * max_norm * total)

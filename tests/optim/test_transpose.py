@@ -173,3 +173,14 @@ def test_transposed_clip(max_norm: float, seed: int) -> None:
     cotangents = list(u.clone().split(SIZES))
     factor = transposed_clip(list(clipped.detach().split(SIZES)), total.item(), max_norm, cotangents)
     torch.testing.assert_close(torch.cat(cotangents) * factor, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_clipping_couples_a_parameter_on_which_the_outer_loss_does_not_depend() -> None:
+    """Its gradient makes the norm larger and so the others shorter: zero cotangents and none are the same."""
+    g, u = torch.tensor([3.0, 1.0, -2.0, 0.5]).double(), torch.tensor([1.0, 2.0, 0.0, 0.0]).double()
+    clipped = list((g / (g.norm() + 1e-6)).split(SIZES))
+    zero, none = list(u.clone().split(SIZES)), [u[: SIZES[0]].clone(), *[None] * (len(SIZES) - 1)]
+    assert not any(t.any() for t in zero[1:])
+    factors = [transposed_clip(clipped, g.norm().item(), 1.0, cotangents) for cotangents in (zero, none)]
+    assert factors[0] == factors[1]
+    assert all(torch.equal(a, b) for a, b in zip(zero, none, strict=True)) and zero[-1].any()

@@ -192,7 +192,7 @@ def _entropy(log_p: list[mpmath.mpf]) -> mpmath.mpf:
 LOSSES: dict[str, Callable[[list[mpmath.mpf], int, mpmath.mpf], mpmath.mpf]] = {
     "cross_entropy": lambda log_p, y, _: -log_p[y],
     "focal": lambda log_p, y, gamma: -(floored(1 - mpmath.exp(log_p[y])) ** gamma) * log_p[y],
-    "inverse_focal": lambda log_p, y, gamma: -((1 + mpmath.exp(log_p[y])) ** gamma) * log_p[y],
+    "inverse_focal": lambda log_p, y, gamma: -min((1 + mpmath.exp(log_p[y])) ** gamma, mpmath.exp(80)) * log_p[y],
     "dual_focal": _dual,
     "label_smoothing": lambda log_p, y, alpha: -(1 - alpha) * log_p[y] - alpha * mpmath.fsum(log_p) / len(log_p),
     "confidence_penalty": lambda log_p, y, beta: -log_p[y] - beta * _entropy(log_p),

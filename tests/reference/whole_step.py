@@ -25,9 +25,9 @@ Grads = Sequence[Tensor | None]
 
 
 def focal(logits: Tensor, labels: Tensor, gamma: Tensor) -> Tensor:
-    """-(1 - p)^gamma log p, term by term."""
-    p = torch.softmax(logits, dim=1)[torch.arange(len(labels)), labels]
-    return -((1 - p) ** gamma) * torch.log(p)
+    """-(1 - p)^gamma log p with 1 - p floored at 1e-6."""
+    log_p = torch.log_softmax(logits, dim=1)[torch.arange(len(labels)), labels]
+    return -((-torch.expm1(log_p)).clamp(min=1e-6) ** gamma) * log_p
 
 
 def smoothing(logits: Tensor, labels: Tensor, alpha: Tensor) -> Tensor:

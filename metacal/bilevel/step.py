@@ -72,6 +72,7 @@ class MetaStep:
 
     Attributes: `epoch`, may be fractional, which the loop sets and gamma sources read; `count`, steps so far;
     `skipped`; `last`.
+    It takes all arguments itself, since it is the one object that a loop of one's own makes.
     The meta batch never reaches the backbone's `.grad`, its buffers or the random stream of the training.
     """
 

@@ -217,8 +217,8 @@ class GammaNet(nn.Module):
     - `input="layer"`: the output of the backbone's module `layer`, averaged over space or tokens (`pool`);
     - `num_classes=K`: label-aware; the one-hot label is appended to the input (not standardised).
 
-    `forward(features)` changes nothing. `observe` updates the running statistics; the bilevel step calls it once per
-    training batch.
+    Each argument is an option. `forward(features)` changes nothing. `observe` updates the running statistics; the
+    bilevel step calls it once per training batch.
     """
 
     mean: Tensor

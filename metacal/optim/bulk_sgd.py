@@ -72,7 +72,7 @@ class BulkSGD(SGD):
         max_products: limit on matrix products for one `prepare`, by default 50 + 10 k.
         seed: of the random part of a start vector and of the dropout mask that `prepare` holds, in training mode.
 
-    In a loop of one's own:
+    The arguments are torch.optim.SGD's and those of the eigenvectors. In a loop of one's own:
 
         optimizer.prepare(x, y); loss.backward(); optimizer.step()
 

@@ -122,7 +122,8 @@ class Muon(Optimizer):
         ns_dtype: of Newton–Schulz: None is the parameter's, "bfloat16" is what torch.optim.Muon does: faster on
             accelerators, within about 1 %. Kept as a name, so that state dicts are plain.
 
-    Groups and state dict are ordinary: a schedule may scale every group's `lr`.
+    The arguments are those of torch.optim.Muon and one more. Groups and state dict are ordinary: a schedule may scale
+    every group's `lr`.
     Raises `InputError` for values out of range and for parameters that are no matrix in a Muon group.
     """
 

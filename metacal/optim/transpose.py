@@ -65,7 +65,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Euclidean norm of all entries of all tensors, a 0-d tensor."""
     if not tensors:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+    dense = [t.coalesce().values() if t.layout is torch.sparse_coo else t for t in tensors]  # of embeddings
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))
 
 
 def kept_gradients(optimizer: Optimizer, params: Sequence[Tensor]) -> Cotangents:

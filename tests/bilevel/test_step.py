@@ -464,7 +464,11 @@ def gridded(kind: str) -> Problem:
 @pytest.mark.parametrize("kind", ["grid_sample", "function"])
 def test_an_operation_without_a_rule_is_differentiated_twice(kind: str) -> None:
     problem = gridded(kind)
-    exact = {e: make_step(problem, engine=e).hypergradient(*problem.batches) for e in ("forward", "reverse")}
+    try:
+        exact = {e: make_step(problem, engine=e).hypergradient(*problem.batches) for e in ("forward", "reverse")}
+    except InputError as refusal:  # torch 2.4 has no second derivative of grid_sample
+        assert kind == "grid_sample" and "second derivative, which is missing" in str(refusal)
+        pytest.skip(str(refusal))
     for a, b in zip(exact["forward"], exact["reverse"]):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-14)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from metacal.autodiff.jets import tensors
 
 __all__ = ["Cuts"]
 
@@ -37,22 +39,14 @@ class Cuts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = list(_tensors((*args, *kwargs.values())))
+        inputs = list(tensors((*args, *kwargs.values())))
         graph = any(t.requires_grad for t in inputs)
         result = func(*args, **kwargs)
         if func in _SHAPE_ONLY:
             return result
         constant = not torch.is_grad_enabled() or func in (Tensor.detach, Tensor.detach_, Tensor.data.__get__)  # type: ignore[attr-defined]
         if (graph and constant) or any(self.reach(t) for t in inputs):
-            for t in _tensors((result,)):
+            for t in tensors((result,)):
                 if t.is_floating_point() or t.is_complex():  # a comparison has no derivative either way
                     self._cut[t] = t.requires_grad
         return result
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from metacal.autodiff.tape import Tape
 from metacal.bilevel.inner import Batch, Gradient, Inner
-from metacal.bilevel.passes import Again, Recorded, double_vjp
+from metacal.bilevel.passes import Again, Recorded, added, double_vjp
 from metacal.bilevel.window import Window, clipped_gradients, hypergradient_of
 from metacal.errors import require
 from metacal.optim.through import State, StepTaken, record_step, states, through
@@ -88,7 +88,7 @@ class Horizon(Window):
             gradient = moment.gradient
             part = hypergradient_of(self.inner, gradient.batch, gradient.logits, gradient.gamma, jv, meta_params)
             torch._foreach_add_(total, part)
-            theta = [_sum(a, b) for a, b in zip(theta, bent)]
+            theta = [added(a, b) for a, b in zip(theta, bent)]
             if self.decay != 1:
                 theta = [None if a is None else a * self.decay for a in theta]
                 state = [{key: value * self.decay for key, value in entries.items()} for entries in state]
@@ -109,7 +109,7 @@ class Horizon(Window):
             jv, part = self._of_pass(run, moment.theta, batch, gamma, v, second)
             jvs.append(jv)
             share = len(run.x) / len(whole.x)
-            bent = [_sum(a, None if b is None else share * b) for a, b in zip(bent, part)]
+            bent = [added(a, None if b is None else share * b) for a, b in zip(bent, part)]
             start += len(run.x)
         return torch.cat(jvs), bent
 
@@ -143,7 +143,3 @@ class Horizon(Window):
             if not directional.requires_grad:
                 return jv, [None] * len(v)
             return jv, list(torch.autograd.grad(directional, params, allow_unused=True))
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b

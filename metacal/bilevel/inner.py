@@ -24,7 +24,7 @@ from metacal.bilevel.penalty_report import PenaltyReport
 from metacal.errors import InputError, require
 from metacal.gamma import pool
 from metacal.mixing import mixed_loss
-from metacal.network import Network, coupling_layer, outputs_of, plain
+from metacal.network import Network, coupling_layer, outputs_of
 from metacal.objective import Loss, Term
 
 __all__ = ["Batch", "Gradient", "Inner", "Last", "Mix", "NonFiniteError", "check_batch", "non_finite", "read"]
@@ -296,7 +296,7 @@ def check_labels(y: Tensor, logits: Tensor, name: str = "y") -> None:
 
 def _check_divisible(model: nn.Module, batch: Batch, chunk: int | None) -> None:
     """The same gradient in parts as in one: not with statistics over the batch."""
-    if (coupling := coupling_layer(plain(model))) is not None:
+    if (coupling := coupling_layer(model)) is not None:
         name, layer = coupling
         raise InputError(
             f"chunk must be >= the {len(batch.x)} samples of the batch, got {chunk}: {name} ({type(layer).__name__}) "

@@ -28,7 +28,7 @@ from metacal.errors import InputError, require
 from metacal.network import ModuleState, Network, Streams, check_repeated, on_copies
 from metacal.optim.transpose import Cotangents
 
-__all__ = ["Again", "Engine", "Forward", "Pass", "Recorded", "Reverse"]
+__all__ = ["Again", "Engine", "Forward", "Pass", "Recorded", "Reverse", "added", "double_vjp"]
 
 
 class Engine:
@@ -242,7 +242,7 @@ class _Doubled(Recorded):
         if penalised:
             # a penalty may reach θ by the features, or by forwards of its own on the module's parameters
             both = torch.autograd.grad(loss, [*old, *params], retain_graph=True, allow_unused=True)
-            total = [_sum(a, b) for a, b in zip(both[: len(old)], both[len(old) :])]
+            total = [added(a, b) for a, b in zip(both[: len(old)], both[len(old) :])]
         self.cotangent = cotangent.detach().requires_grad_()
         self.grads = _gradient_in(self.cotangent, logits, old)
         for p, grad, whole in zip(params, self.grads, total):
@@ -253,7 +253,8 @@ class _Doubled(Recorded):
             return _derivative_in(self.cotangent, self.grads, v)
 
 
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a + b, where None is zero."""
     return b if a is None else a if b is None else a + b
 
 

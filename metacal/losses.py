@@ -30,6 +30,7 @@ from metacal.options import Option, check_options
 __all__ = [
     "LOSSES",
     "PROBABILITY_FLOOR",
+    "SIGNED",
     "TAKEN",
     "adafocal",
     "brier",
@@ -40,6 +41,7 @@ __all__ = [
     "inverse_focal",
     "label_smoothing",
     "mse",
+    "signed_focal",
     "takes",
 ]
 
@@ -109,6 +111,27 @@ def adafocal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Ten
     return _modulated(log_p, lambda log_p: torch.where(up, _raised(log_p, above), _miss(log_p) ** below))
 
 
+def signed_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 0.0) -> Tensor:
+    """Focal loss for a gamma of either sign, smooth in it. Shapes `(N, K)`, `(N,)`, any gamma -> `(N,)`.
+
+        -(1 - p_y)^a (1 + p_y)^b log p_y,  a = γ S(γ),  b = a - γ,  S(u) = 1/2 + (15 u - 10 u³ + 3 u⁵) / 16 on [-1, 1]
+
+    S goes from 0 at u <= -1 to 1 at u >= 1 with two continuous derivatives. So this is `focal` where γ >= 1,
+    cross-entropy at γ = 0 and `inverse_focal` with -γ where γ <= -1: gammas that are learned pass through 0 without the
+    kink of `adafocal`. Negative gammas are for underconfidence: they weigh up samples that are right already, and
+    (unlike (1 - p)^γ) stay bounded as p -> 1.
+    """
+    log_p = _log_probability(_checked(logits, labels), labels)
+    if not isinstance(gamma, Tensor):
+        require(math.isfinite(gamma), f"gamma must be finite, got {gamma}")
+        gamma = log_p.new_tensor(gamma)
+    gamma = _entries("gamma", gamma, log_p)
+    u = gamma.clamp(-1.0, 1.0)
+    above = gamma * (0.5 + (15 * u - 10 * u**3 + 3 * u**5) / 16)
+    below = above - gamma
+    return _modulated(log_p, lambda log_p: _miss(log_p) ** above * _raised(log_p, below))
+
+
 def label_smoothing(
     logits: Tensor,
     labels: Tensor,
@@ -168,8 +191,12 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "inverse_focal": inverse_focal,
     "label_smoothing": label_smoothing,
     "mse": mse,
+    "signed_focal": signed_focal,
 }
 """Losses by the name that a configuration gives, each with the options of its annotated arguments."""
+
+SIGNED = ("adafocal", "signed_focal")
+"""Losses whose gamma may be negative."""
 
 TAKEN = ("gamma", "smoothing")
 """Names of the argument of a loss that a source of `metacal.gamma` gives."""

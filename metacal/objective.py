@@ -53,8 +53,16 @@ class Term:
         return self.weight * self.every * ramp
 
 
-def build_loss(spec: str | Loss, with_gamma: bool) -> Loss:
-    """The per-sample loss for a name of `metacal.losses.LOSSES` or a callable, and whether a gamma goes into it."""
+def build_loss(spec: str | Loss, source: object | None) -> Loss:
+    """The per-sample loss for a name of `metacal.losses.LOSSES` or a callable, and the source of what goes into it."""
+    with_gamma = source is not None
+    if getattr(source, "gamma_min", 0) < 0:
+        function = spec if isinstance(spec, str) else getattr(spec, "func", spec)  # options may be bound to it
+        name = next((name for name, loss in losses.LOSSES.items() if function in (name, loss)), None)
+        require(
+            name is None or name in losses.SIGNED,
+            f"gamma_net gives negative gammas, which loss={name!r} does not take: use loss='signed_focal'",
+        )
     if not isinstance(spec, str):
         return spec
     require(

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from metacal.bilevel import MetaStep
 from metacal.errors import InputError
 from metacal.gamma import (
     FLSD,
     AdaFocal,
+    CurveGamma,
     FixedGamma,
     GammaNet,
     LearnedSmoothing,
@@ -42,6 +44,37 @@ def test_cap_is_as_defined() -> None:
     expected = [50 * math.tanh(math.log1p(math.exp(-abs(v))) / 50 + max(v, 0) / 50) for v in (o / 2).tolist()]
     torch.testing.assert_close(cap(o, 2.0, 50.0), torch.tensor(expected, dtype=torch.float64))
     assert (cap(o, 2.0, 50.0) > 0).all() and (cap(o, 2.0, 50.0) <= 50).all()
+
+
+@given(st.floats(-0.99, 40), st.floats(0.1, 10))
+def test_uncap_inverts_cap_of_either_sign(gamma: float, tau: float) -> None:
+    score = torch.tensor(uncap(gamma, tau, 50.0, -1.0), dtype=torch.float64)
+    assert float(cap(score, tau, 50.0, -1.0)) == pytest.approx(gamma, rel=1e-9, abs=1e-12)
+
+
+def test_cap_of_either_sign_passes_zero_undisturbed() -> None:
+    score = torch.tensor([-1e-4, 0.0, 1e-4, -1e6, 1e6]).double().requires_grad_()
+    gamma = cap(score, 0.5, 50.0, -2.0)
+    (slope,) = torch.autograd.grad(gamma.sum(), score)
+    torch.testing.assert_close(gamma[:3], 2 * score[:3].detach(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(slope[:3], torch.full((3,), 2.0).double(), rtol=1e-7, atol=0)
+    assert gamma[3:].tolist() == [-2.0, 50.0]
+
+
+def test_curve_is_the_function_of_its_docstring() -> None:
+    curve = CurveGamma(0.5, 2.0, 10.0, -1.0, units=4).double()
+    z, y = 3 * torch.randn(30, 6, dtype=torch.float64), torch.arange(30) % 6
+    torch.testing.assert_close(curve(logits=z, labels=y), torch.full((30,), 0.5).double())
+    nn.init.normal_(curve.last.weight)
+    p = z.softmax(1)
+    entropy = -(p * p.log()).sum(1) / math.log(6)
+    x = 2 * torch.stack([p.max(1).values, entropy, p[torch.arange(30), y]], 1) - 1
+    score = torch.tanh(x @ curve.first.weight.T + curve.first.bias) @ curve.last.weight[0] + curve.last.bias
+    expected = [10 * math.tanh(o / 20) if o > 0 else -math.tanh(-o / 2) for o in score.tolist()]
+    torch.testing.assert_close(curve(logits=z, labels=y), torch.tensor(expected).double())
+    assert len(set(expected)) == 30 and sum(p.numel() for p in curve.parameters()) == 21
+    z[0, 1] = -math.inf  # a class that is ruled out
+    assert torch.isfinite(curve(logits=z, labels=y)).all()
 
 
 def test_gamma_net_starts_at_gamma_init_for_every_sample() -> None:
@@ -320,3 +353,11 @@ def test_bad_arguments() -> None:
     ]:
         with pytest.raises(InputError, match=match):
             make()
+
+
+def test_negative_gammas_need_a_loss_that_takes_them() -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="negative gammas, which loss='focal' does not take: use loss='signed_focal'"):
+        MetaStep(net, optimizer, ScalarGamma(0.0, gamma_min=-1.0), loss="focal")
+    MetaStep(net, optimizer, ScalarGamma(0.0, gamma_min=-1.0), loss="signed_focal")

@@ -81,6 +81,23 @@ def test_adafocal_is_focal_above_zero_and_inverse_focal_below() -> None:
     assert torch.equal(losses.adafocal(z, y, -1.5), losses.inverse_focal(z, y, 1.5))
 
 
+def test_signed_focal_is_the_focal_family_from_one_on_and_smooth_between() -> None:
+    z, y = (t.double() if t.is_floating_point() else t for t in batch(200, 5))
+    for gamma in (1.0, 1.5, 7.0):
+        torch.testing.assert_close(losses.signed_focal(z, y, gamma), losses.focal(z, y, gamma))
+        torch.testing.assert_close(losses.signed_focal(z, y, -gamma), losses.inverse_focal(z, y, gamma))
+    # two continuous derivatives in gamma at the places where the formula changes, 0 among them for good measure
+    for at in (-1.0, 0.0, 1.0):
+        gamma = torch.tensor([at - 1e-7, at + 1e-7]).double().requires_grad_()
+        values = torch.stack([losses.signed_focal(z, y, g).sum() for g in gamma])
+        (first,) = torch.autograd.grad(values.sum(), gamma, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), gamma)
+        for slope in (values, first, second):
+            assert float((slope[1] - slope[0]).detach().abs()) < 1e-4 * float(1 + slope[0].detach().abs())
+    sure = torch.tensor([[40.0, 0.0]]).double()
+    assert 0 <= float(losses.signed_focal(sure, torch.tensor([0]), torch.tensor(-0.5).double())) < 1e-12
+
+
 def test_dual_focal_takes_the_largest_of_the_smaller_probabilities() -> None:
     p = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5], [0.4, 0.4, 0.2]], dtype=torch.float64)
     y = torch.zeros(4, dtype=torch.int64)
@@ -107,12 +124,12 @@ def test_smoothing_of_each_sample() -> None:
     assert torch.equal(losses.label_smoothing(z, y, one), losses.label_smoothing(z, y, 0.3))
 
 
-@pytest.mark.parametrize("name", ["dual_focal", "inverse_focal", "adafocal", "label_smoothing"])
+@pytest.mark.parametrize("name", ["dual_focal", "inverse_focal", "adafocal", "signed_focal", "label_smoothing"])
 def test_mixed_derivatives_by_differences(name: str) -> None:
     z, y = batch()
     value = torch.linspace(0.3, 6, len(y), dtype=torch.float64)
     value = value / 7 if name == "label_smoothing" else value
-    value = value * torch.tensor([1, -1] * 3) if name == "adafocal" else value
+    value = value * torch.tensor([1, -1] * 3) if name in losses.SIGNED else value
     inputs = (z.requires_grad_(), value.requires_grad_())
     assert torch.autograd.gradgradcheck(lambda z, v: losses.LOSSES[name](z, y, v), inputs)
 
@@ -127,6 +144,7 @@ EXTREMES = {
     "dual_focal": GAMMAS,
     "inverse_focal": GAMMAS,
     "adafocal": [*GAMMAS, -0.2, -2.0, -20.0],
+    "signed_focal": [*GAMMAS, -0.2, -0.99, -2.0, -20.0],
 }
 
 
@@ -151,7 +169,7 @@ def test_every_loss_is_finite_at_every_gap(name: str, dtype: torch.dtype) -> Non
             assert torch.isfinite(mixed).all()
 
 
-@pytest.mark.parametrize("name", ["dual_focal", "inverse_focal", "adafocal"])
+@pytest.mark.parametrize("name", ["dual_focal", "inverse_focal", "adafocal", "signed_focal"])
 def test_gamma_zero_of_the_others_is_cross_entropy_exactly(name: str) -> None:
     z, y = batch()[0].float().requires_grad_(), batch()[1]
     for gamma in (0.0, torch.zeros(6)):

@@ -24,6 +24,7 @@ from metacal.bilevel.inner import (
     non_finite,
     read,
 )
+from metacal.bilevel.signal import Signal
 from metacal.bilevel.state import Snapshot, Undo, preserved
 from metacal.bilevel.unrolled import HIGHER
 from metacal.bilevel.window import OneStep
@@ -110,7 +111,7 @@ class MetaStep:
         check_parameters(self.network, optimizer, gamma_net, meta_optimizer, engine)
         self.outer = outer if isinstance(outer, Outer) else build_outer(outer)
         terms = build_penalties(penalties)
-        self.inner = Inner(self.network, build_loss(loss, gamma_net is not None), gamma_net, terms, autocast, mix)
+        self.inner = Inner(self.network, build_loss(loss, gamma_net), gamma_net, terms, autocast, mix)
         self.penalties = self.inner.penalties
         check_parts(self.inner, engine, meta_optimizer, chunk)
         self.window = build_window(
@@ -120,6 +121,7 @@ class MetaStep:
         self.epoch: float = 0
         self.count = 0
         self.skipped = 0
+        self.signal = Signal()
         self.last: Last | None = None
         self._tried = False  # whether an outer part has gone through
 
@@ -161,10 +163,12 @@ class MetaStep:
         """Train the backbone on `(x, y)` and, where the outer part is due, the gamma source on `(x_meta, y_meta)`.
 
         Returns loss (mean per-sample loss), grad_norm (before clipping), gamma_mean, `penalty/<name>` unweighted, and
-        after an outer part outer and hypergradient_norm. After `detail`: `penalty/<name>_share`, its weighted value
-        over the whole objective; `penalty/<name>_grad_norm`, of its weighted gradient; `time/penalty_<name>_ms`. A
-        step, or the gamma source's part of one, that is skipped for a non-finite value returns what was found and
-        `skipped: 1.0`. Without a meta batch this is the plain training step, operation by operation.
+        after an outer part outer, hypergradient_norm, its signal-to-noise ratio hypergradient_snr (`signal.Signal`) and
+        meta_gap, the mean confidence less the accuracy of the meta batch. After `detail`: `penalty/<name>_share`, its
+        weighted value over the whole objective; `penalty/<name>_grad_norm`, of its weighted gradient;
+        `time/penalty_<name>_ms`. A step, or the gamma source's part of one, that is skipped for a non-finite value
+        returns what was found and `skipped: 1.0`. Without a meta batch this is the plain training step, operation by
+        operation.
 
         Raises `InputError` for input, networks and optimizers that it cannot work on, before anything has moved.
         """
@@ -194,7 +198,7 @@ class MetaStep:
             self.skipped += 1
             return {**values, "skipped": 1.0}
         if hypergradient is not None:
-            self._learn(hypergradient)
+            values |= self._learn(hypergradient)
         return values
 
     def hypergradient(
@@ -331,15 +335,19 @@ class MetaStep:
             "bulk_sgd/converged": float(optimizer.converged),
         }
 
-    def _learn(self, hypergradient: list[Tensor]) -> None:
-        """The gamma source's own step, and the outer objective's note of the meta batch."""
+    def _learn(self, hypergradient: list[Tensor]) -> dict[str, float]:
+        """The gamma source's own step, and the outer objective's note of the meta batch. Returns what was found."""
         assert self.meta_optimizer is not None and self.last is not None
         for p, h in zip(self.meta_params, hypergradient):
             p.grad = h
         self.meta_optimizer.step()
         self.meta_optimizer.zero_grad(set_to_none=True)
         assert self.last.meta_logits is not None and self.last.meta_labels is not None
-        self.outer.update(self.last.meta_logits, self.last.meta_labels)
+        logits, labels = self.last.meta_logits, self.last.meta_labels
+        self.outer.update(logits, labels)
+        confidence, predicted = logits.float().softmax(1).max(1)
+        gap = confidence.mean() - (predicted == labels).float().mean()
+        return read({"hypergradient_snr": self.signal.add(hypergradient), "meta_gap": gap})
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -352,6 +360,7 @@ class MetaStep:
             "engine": self.engine.state(),
             "details": sorted(self.inner.details),
             "window": self.window.state_dict(),
+            "signal": self.signal.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -360,6 +369,8 @@ class MetaStep:
         self.engine.load_state(state["engine"])
         self.inner.details = set(state.get("details", ()))
         self.window.load_state_dict(state.get("window"))
+        if "signal" in state:  # a checkpoint of an older version has none
+            self.signal.load_state_dict(state["signal"])
 
 
 _OUTER = ("outer", "hypergradient_norm")

@@ -30,11 +30,13 @@ from metacal.errors import require
 from metacal.options import Option, check_options
 
 __all__ = [
+    "BANDWIDTHS",
     "BATCH_PENALTIES",
     "FIRST_ORDER",
     "SURROGATES",
     "Bank",
     "Surrogate",
+    "batch_bandwidth",
     "brier",
     "check_batch",
     "confidence_gap",
@@ -112,13 +114,31 @@ def _safe_sqrt(square: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
 
 
+BANDWIDTHS = (0.005, 0.2)
+"""Least and largest of `batch_bandwidth`."""
+
+
+def batch_bandwidth(c: Tensor) -> float:
+    """h = 1.06 s N^(-1/5) of confidences c (N,) with standard deviation s, within `BANDWIDTHS`.
+
+    The normal reference rule of kernel estimates (Silverman 1986): h falls with N so slowly that N h, the neighbours
+    that a confidence is compared with, still grows. With h fixed at .01 a batch of a few hundred compares each sample
+    with itself and a handful of others, and the gradient of SECE is noise: docs/surrogates.md.
+    """
+    spread = float(c.double().std(correction=0)) if len(c) > 1 else 0.0
+    low, high = BANDWIDTHS
+    return min(max(1.06 * spread * len(c) ** -0.2, low), high)
+
+
 # ---------------------------------------------------------------------------------------------- surrogates
 
 
 def sece(
     logits: Tensor,
     labels: Tensor,
-    bandwidth: Annotated[float, Option("h of the kernel, in units of confidence", above=0)] = SECE_BANDWIDTH,
+    bandwidth: Annotated[
+        float | None, Option("h of the kernel, in units of confidence; null: by the batch", above=0)
+    ] = SECE_BANDWIDTH,
     self_term: Annotated[bool, Option("whether a sample counts among its own neighbours")] = True,
     norm: Norm = "l1",
     bank: Bank | None = None,
@@ -130,7 +150,7 @@ def sece(
     The gradient flows through every c, inside the kernel too. It is exact, and of first order only.
 
     Args:
-        bandwidth: h, in units of confidence.
+        bandwidth: h, in units of confidence; None: `batch_bandwidth`, which the size of the batch decides.
         self_term: True lets j = i count, as published: as h → 0 the value then tends to mean |a − c|, a
             reward for mere confidence. False leaves it out. The ratio is then taken relative to the nearest
             other reference, so that an isolated sample gets that one's correctness (the formula's limit),
@@ -151,7 +171,8 @@ def sece(
             bank_c.ndim == 1 and bank_c.shape == bank_a.shape,
             f"bank must be two tensors of shape (B,), got {tuple(bank_c.shape)} and {tuple(bank_a.shape)}",
         )
-    return PairSum.apply(sece_rule(bandwidth, self_term, norm), c, a, bank_c, bank_a)[0]
+    h = batch_bandwidth(torch.cat([c.detach(), bank_c])) if bandwidth is None else bandwidth
+    return PairSum.apply(sece_rule(h, self_term, norm), c, a, bank_c, bank_a)[0]
 
 
 def mmce(
@@ -226,18 +247,21 @@ def soft_ece(
     logits: Tensor,
     labels: Tensor,
     n_bins: Bins = 15,
-    temperature: Annotated[float, Option("width of the soft bins", above=0)] = 0.01,
+    temperature: Annotated[float | None, Option("width of the soft bins; null: by the batch", above=0)] = 0.01,
     norm: Norm = "l2",
 ) -> Tensor:
     """Soft-binned ECE, SB-ECE (Karandikar et al. 2021), with their default of the l2 norm.
 
         (Σ_m S_m/N |A_m − C_m|^q)^(1/q),  S_m = Σ_i u_im,  u_i = softmax_m(−(c_i − (m − ½)/M)² / temperature)
 
-    A_m and C_m are the means of a and c under u_{·m}; q = 1 or 2.
+    A_m and C_m are the means of a and c under u_{·m}; q = 1 or 2. temperature: None takes 2 h², h = `batch_bandwidth`.
     """
     check_options(soft_ece, n_bins=n_bins, temperature=temperature, norm=norm)
     logits, labels = check_batch(logits, labels)
-    return _soft_bins(*confidences(logits, labels), n_bins, temperature, norm)
+    c, a = confidences(logits, labels)
+    if temperature is None:
+        temperature = 2 * batch_bandwidth(c.detach()) ** 2
+    return _soft_bins(c, a, n_bins, temperature, norm)
 
 
 def confidence_gap(

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from metacal.calibration.differentiable import (
+    BANDWIDTHS,
     BATCH_PENALTIES,
     FIRST_ORDER,
     SURROGATES,
     Bank,
     Surrogate,
+    batch_bandwidth,
     brier,
     check_batch,
     confidence_gap,
@@ -41,12 +43,14 @@ from metacal.errors import InputError, require
 from metacal.options import check_options, option, options_of
 
 __all__ = [
+    "BANDWIDTHS",
     "BATCH_PENALTIES",
     "FIRST_ORDER",
     "SURROGATES",
     "MemoryBank",
     "Outer",
     "ReferencePoints",
+    "batch_bandwidth",
     "brier",
     "build_outer",
     "confidence_gap",

@@ -7,7 +7,7 @@ from dataclasses import fields
 from metacal.config.parts import optimizer_of, penalty_of, smoothing_of, source_of
 from metacal.config.schema import Config
 from metacal.errors import require
-from metacal.losses import LOSSES, takes
+from metacal.losses import LOSSES, SIGNED, takes
 
 __all__ = ["validate"]
 
@@ -58,6 +58,11 @@ def _gamma(config: Config) -> None:
     source = source_of(config)
     if source is not None:
         source.check("gamma.")
+        require(
+            getattr(gamma, "min", 0) == 0 or loss.name in SIGNED,
+            f"gamma.min must be 0 with loss.name={loss.name}, got {getattr(gamma, 'min', 0)}: negative gammas need "
+            "loss.name=signed_focal",
+        )
     if gamma.source == "step":
         m = list(gamma.milestones)
         require(

@@ -16,6 +16,8 @@ and ignores the rest; none of them sends a gradient back into the backbone. Two 
 """
 
 from metacal.gamma.adafocal import AdaFocal, AdaFocalOptions
+from metacal.gamma.bounds import cap, uncap
+from metacal.gamma.curve import CurveGamma, CurveOptions
 from metacal.gamma.fixed import (
     FLSD,
     FixedGamma,
@@ -33,9 +35,7 @@ from metacal.gamma.learned import (
     ScalarGamma,
     ScalarOptions,
     SmoothingOptions,
-    cap,
     pool,
-    uncap,
 )
 from metacal.gamma.options import Around, SourceOptions
 
@@ -45,6 +45,7 @@ __all__ = [
     "SOURCES",
     "AdaFocal",
     "Around",
+    "CurveGamma",
     "FixedGamma",
     "GammaNet",
     "LearnedSmoothing",
@@ -64,6 +65,7 @@ SOURCES: dict[str, type[SourceOptions]] = {
     "step": StepOptions,
     "adafocal": AdaFocalOptions,
     "scalar": ScalarOptions,
+    "curve": CurveOptions,
     "gamma_net": GammaNetOptions,
 }
 """By the name that a configuration gives: dataclasses like `SourceOptions`, whose `build` makes the source."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metacal.errors import InputError, require
+from metacal.gamma.bounds import cap, uncap
 from metacal.gamma.options import Around, SourceOptions
 from metacal.losses import label_smoothing
 from metacal.modes import evaluation_mode
@@ -24,9 +25,7 @@ __all__ = [
     "ScalarGamma",
     "ScalarOptions",
     "SmoothingOptions",
-    "cap",
     "pool",
-    "uncap",
 ]
 
 INPUTS = ("features", "noise", "random", "layer")
@@ -39,18 +38,20 @@ SMOOTHING: float = options_of(label_smoothing)["smoothing"].default
 class ScalarOptions(SourceOptions):
     """`ScalarGamma`."""
 
-    init: float = option(1.0, "gamma at the start", above=0)
+    init: float = option(1.0, "gamma at the start")
     max: float = option(50.0, "the smooth cap of gamma", above=0)
+    min: float = option(0.0, "the lower bound of gamma, smooth; below 0 only with loss.name=signed_focal", high=0)
     tau: float = option(1.0, "the scale of the score behind gamma", above=0)
 
     learned: ClassVar[bool] = True
 
     def check(self, prefix: str = "") -> None:
         super().check(prefix)
+        require(self.init > self.min, f"{prefix}init must be > {prefix}min={self.min}, got {self.init}")
         require(self.init < self.max, f"{prefix}init must be < {prefix}max={self.max}, got {self.init}")
 
     def build(self, around: Around) -> nn.Module:
-        return ScalarGamma(self.init, self.tau, self.max)
+        return ScalarGamma(self.init, self.tau, self.max, self.min)
 
 
 @dataclass
@@ -77,6 +78,7 @@ class GammaNetOptions(ScalarOptions):
             tau=self.tau,
             gamma_init=self.init,
             gamma_max=self.max,
+            gamma_min=self.min,
             input=self.input,
             layer=None if self.layer is None else f"net.{self.layer}",  # a Backbone holds the model as `net`
             num_classes=around.backbone.n_classes if self.label_aware else 0,
@@ -116,24 +118,6 @@ def _width_of(name: str, around: Around) -> int:
     return widths[0]
 
 
-def cap(score: Tensor, tau: float, gamma_max: float) -> Tensor:
-    """gamma_max · tanh(softplus(score / tau) / gamma_max): positive, below gamma_max, with a gradient everywhere."""
-    return gamma_max * torch.tanh(F.softplus(score / tau) / gamma_max)
-
-
-def uncap(gamma: float, tau: float, gamma_max: float) -> float:
-    """The score that `cap` maps to gamma."""
-    require(tau > 0, f"tau must be > 0, got {tau}")
-    require(gamma_max > 0, f"gamma_max must be > 0, got {gamma_max}")
-    require(
-        0 < gamma < gamma_max,
-        f"gamma_init must be between 0 and gamma_max = {gamma_max}, both exclusive, got {gamma}",
-    )
-    positive = gamma_max * math.atanh(gamma / gamma_max)
-    # log(expm1(s)), written so that it does not overflow for large s
-    return tau * (positive + math.log(-math.expm1(-positive)))
-
-
 def pool(output: object, layer: str | None = None) -> Tensor:
     """The output of a layer as features `(N, D)`: what a `GammaNet` with `input="layer"` sees, of width `shape[1]`.
 
@@ -158,13 +142,14 @@ class ScalarGamma(nn.Module):
         gamma_init: float = ScalarOptions.init,
         tau: float = ScalarOptions.tau,
         gamma_max: float = ScalarOptions.max,
+        gamma_min: float = ScalarOptions.min,
     ) -> None:
         super().__init__()
-        self.tau, self.gamma_max = tau, gamma_max
-        self.score = nn.Parameter(torch.tensor(uncap(gamma_init, tau, gamma_max)))
+        self.tau, self.gamma_max, self.gamma_min = tau, gamma_max, gamma_min
+        self.score = nn.Parameter(torch.tensor(uncap(gamma_init, tau, gamma_max, gamma_min)))
 
     def forward(self, features: Tensor | None = None, **_: object) -> Tensor:
-        return cap(self.score, self.tau, self.gamma_max)
+        return cap(self.score, self.tau, self.gamma_max, self.gamma_min)
 
 
 class LearnedSmoothing(nn.Module):
@@ -209,7 +194,7 @@ class GammaNet(nn.Module):
     The arguments are the options of a run (`GammaNetOptions`), and what its backbone and seed give beside them.
 
     in_features: D, the width of what `input` names. hidden: width of W1. tau: scales the range. gamma_max: the smooth
-    cap. Ablations:
+    cap. gamma_min: 0, or a lower bound below it for `losses.signed_focal` (`cap`). Ablations:
 
     - `input="noise"`: standard normal noise `(N, D)` drawn anew in every call from this module's own generator `seed`
       (advanced by `observe`, so that calls between two training batches see the same noise);
@@ -232,6 +217,7 @@ class GammaNet(nn.Module):
         tau: float = GammaNetOptions.tau,
         gamma_init: float = GammaNetOptions.init,
         gamma_max: float = GammaNetOptions.max,
+        gamma_min: float = GammaNetOptions.min,
         *,
         input: str = GammaNetOptions.input,
         layer: str | None = None,
@@ -250,13 +236,13 @@ class GammaNet(nn.Module):
             f"layer names a module of the backbone and goes with input='layer', got layer={layer!r} "
             f"with input={input!r}",
         )
-        self.in_features, self.tau, self.gamma_max = in_features, tau, gamma_max
+        self.in_features, self.tau, self.gamma_max, self.gamma_min = in_features, tau, gamma_max, gamma_min
         self.input, self.layer, self.num_classes = input, layer, num_classes
         self.momentum, self.seed = momentum, seed
         self.first = nn.Linear(in_features + num_classes, hidden)
         self.last = nn.Linear(hidden, 1)
         nn.init.zeros_(self.last.weight)
-        nn.init.constant_(self.last.bias, uncap(gamma_init, tau, gamma_max))
+        nn.init.constant_(self.last.bias, uncap(gamma_init, tau, gamma_max, gamma_min))
         self.register_buffer("mean", torch.zeros(in_features))
         self.register_buffer("var", torch.ones(in_features))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
@@ -283,7 +269,7 @@ class GammaNet(nn.Module):
                 raise InputError("labels must be given: this GammaNet is label-aware")
             seen = torch.cat([seen, F.one_hot(labels, self.num_classes).to(seen.dtype)], dim=1)
         score = self.last(F.relu(self.first(seen))).squeeze(-1)
-        return cap(score, self.tau, self.gamma_max)
+        return cap(score, self.tau, self.gamma_max, self.gamma_min)
 
     @torch.no_grad()
     def observe(self, features: Tensor, *, inputs: Tensor | None = None, **_: object) -> None:

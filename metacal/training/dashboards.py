@@ -27,6 +27,8 @@ _CHARTS: Charts = {
     "outer problem": {
         "outer loss": ["meta/outer_loss$"],
         "hypergradient norm": ["meta/hypergradient_norm$"],
+        "signal to noise of the hypergradient": ["meta/hypergradient_snr$"],
+        "confidence less accuracy on meta images": ["meta/confidence_gap$"],
     },
     "penalties": {
         "value": ["penalty/(?!.*_(share|grad_norm)$).*$"],

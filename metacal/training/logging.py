@@ -205,9 +205,9 @@ class RunLog:
         canvas.draw()
         self._writer.add_image(name, np.asarray(canvas.buffer_rgba())[..., :3].copy(), step, dataformats="HWC")
 
-    def text(self, name: str, text: str) -> None:
+    def text(self, name: str, text: str, step: int = 0) -> None:
         if self._writer is not None:
-            self._writer.add_text(name, text)
+            self._writer.add_text(name, text, step)
 
     def start(self, config: Config, command: str = "") -> None:
         """What this run is: the entry of the HParams tab, the config and the command as text. Once in a run's life."""

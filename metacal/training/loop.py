@@ -27,6 +27,7 @@ from metacal.report.figures import gamma_scatter, reliability_diagram
 from metacal.runs import checkpoint
 from metacal.runs.folder import RunFolder
 from metacal.training.logging import FIGURE_SHARE, ConsoleLog, RunLog
+from metacal.training.outer_notes import OuterNotes
 from metacal.training.running import RunningMeasures
 from metacal.training.setup import Parts
 
@@ -50,6 +51,7 @@ class Progress:
     # Sum and count of what the steps reported since the last line of the log.
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     running: dict[str, Any] = field(default_factory=dict)  # of the training batches since the last validation
+    outer: dict[str, Any] = field(default_factory=dict)  # what `OuterNotes` has seen
 
 
 def train(
@@ -118,6 +120,9 @@ class _Training:
             self.running = RunningMeasures(config.monitor.n_bins)
             if p.running:
                 self.running.load_state_dict(p.running)
+        self.notes = OuterNotes(parts.gamma)
+        if p.outer:
+            self.notes.load_state_dict(p.outer)
         self.best = _best_weights(folder, p)
         self.config_text = "" if folder is None else folder.config.read_text()  # each checkpoint has a copy
         self.meta_stream: Iterator[tuple[Tensor, ...]] | None = None
@@ -142,6 +147,9 @@ class _Training:
         state.step, state.epoch = p.step, p.epoch
         if step.last is not None:
             state.logits, state.gamma = step.last.logits, step.last.gamma
+        for sentence in self.notes.add(values):
+            self.console.line(f"step {p.step}: {sentence}")
+            self.log.text("notes/outer_problem", sentence, p.step)
         _collect(p, values | {"lr": self.base_lrs[0] * factor, "ms": 1e3 * (time.perf_counter() - began)})
         if log_due:
             _log_means(p, step.skipped, self.watch, self.log)
@@ -179,6 +187,7 @@ class _Training:
         p, self.owed = self.p, False
         p.seconds = time.perf_counter() - self.started
         p.running = {} if self.running is None else self.running.state_dict()
+        p.outer = self.notes.state_dict()
         require_finite_weights(self.parts.backbone, p.step, self.folder)
         if self.folder is not None:
             state = complete_state(self.parts, p, self.watch, self.log, self.config_text)
@@ -270,6 +279,8 @@ _STEP_NAMES = {
     "ms": "time/step_ms",
     "outer": "meta/outer_loss",
     "hypergradient_norm": "meta/hypergradient_norm",
+    "hypergradient_snr": "meta/hypergradient_snr",
+    "meta_gap": "meta/confidence_gap",
 }
 
 

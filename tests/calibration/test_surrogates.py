@@ -104,6 +104,25 @@ def test_sece_without_self_term_gives_an_isolated_sample_its_neighbours_correctn
     assert torch.isfinite(grad).all() and grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("n", [20, 200, 2000])
+def test_the_bandwidth_follows_the_batch(n):
+    logits = torch.randn(n, 4, generator=torch.Generator().manual_seed(n)).double()
+    labels = torch.arange(n) % 4
+    c = logits.softmax(1).max(1).values
+    h = 1.06 * float(c.std(correction=0)) * n**-0.2
+    assert S.batch_bandwidth(c) == pytest.approx(h, rel=1e-12)
+    # a constant in the gradient, so that value and gradient are those at that h
+    for by_batch, fixed in [({"bandwidth": None}, {"bandwidth": h}), ({"bandwidth": None, "norm": "l2"},) * 2]:
+        fixed = {**fixed, "bandwidth": h}
+        pairs = zip(*(value_and_grad(S.sece, logits, labels, **keys) for keys in (by_batch, fixed)))
+        for one, other in pairs:
+            torch.testing.assert_close(one, other)
+    soft = value_and_grad(S.soft_ece, logits, labels, temperature=None)
+    for one, other in zip(soft, value_and_grad(S.soft_ece, logits, labels, temperature=2 * h * h)):
+        torch.testing.assert_close(one, other)
+    assert S.batch_bandwidth(torch.full((7,), 0.3)) == S.BANDWIDTHS[0]
+
+
 def test_sece_tends_to_mean_absolute_error_as_the_bandwidth_vanishes():
     logits, labels = batch(50)
     c, predicted = logits.softmax(1).max(1)

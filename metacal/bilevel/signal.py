@@ -1,0 +1,52 @@
+"""How sure the outer problem is of its direction: the hypergradient's mean against its scatter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Signal"]
+
+
+class Signal:
+    """The signal-to-noise ratio of the hypergradients h_t of the last outer steps, about `WINDOW` of them.
+
+        m = E h,  s = E |h|²,  both exponential averages with the rate 2 / (WINDOW + 1)
+        ratio = |m| / sqrt(s - |m|²)
+
+    Of W independent hypergradients that point anywhere it is about W^(-1/2); one parameter whose ratio is below
+    2 W^(-1/2) has a sign that its scatter explains (two standard errors): `COIN_TOSS`.
+    """
+
+    WINDOW = 50
+    COIN_TOSS = 2 / math.sqrt(WINDOW)
+
+    def __init__(self) -> None:
+        self.mean: list[Tensor] = []
+        self.square: Tensor | None = None
+        self.count = 0
+
+    @torch.no_grad()
+    def add(self, hypergradient: Sequence[Tensor]) -> Tensor:
+        """Take note of one; returns the ratio, a 0-d tensor on its device: inf until the second."""
+        self.count += 1
+        # a plain average over the first ones, so that none of them counts for more than its share
+        rate = max(1 / self.count, 2 / (self.WINDOW + 1))
+        square = torch.stack([h.double().square().sum() for h in hypergradient]).sum()
+        if self.square is None:
+            self.mean, self.square = [h.detach().clone() for h in hypergradient], square
+        else:
+            torch._foreach_lerp_(self.mean, list(hypergradient), rate)
+            self.square = self.square.lerp(square, rate)
+        signal = torch.stack([m.double().square().sum() for m in self.mean]).sum()
+        return (signal / (self.square - signal).clamp(min=0)).sqrt()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "square": self.square, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.mean, self.square, self.count = list(state["mean"]), state["square"], state["count"]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from metacal.bilevel.engines import ENGINES
 from metacal.bilevel.horizon import Horizon
 from metacal.bilevel.inner import Inner
+from metacal.bilevel.tangent import TANGENT, Tangent
 from metacal.bilevel.unrolled import HIGHER, Unroller, check_unrollable
 from metacal.bilevel.window import OneStep
 from metacal.errors import InputError, require
@@ -30,18 +31,21 @@ def build_window(
     decay: float,
     chunk: int | None,
     clip_norm: float | None,
-) -> OneStep | Horizon | Unroller:
+    meta_params: Sequence[Tensor],
+) -> OneStep | Horizon | Tangent | Unroller:
     """The window of these arguments of `MetaStep`, all of which it checks against each other."""
     options = dict(options or {})
     steps = options.pop("steps", 1) if engine == HIGHER else 1
     if chunk is not None:
         options.setdefault("reuse", False)  # what to reuse would be the activations of the whole batch
     try:
-        passes = ENGINES["forward" if engine == HIGHER else engine](inner.network, **options)
+        passes = ENGINES["forward" if engine in (HIGHER, TANGENT) else engine](inner.network, **options)
     except TypeError:
         raise InputError(f"engine_options must be options of engine {engine!r}, got {options}") from None
     require(1 <= horizon <= every, f"horizon must be between 1 and every = {every} steps, got {horizon}")
     require(horizon == 1 or engine == "forward", f"horizon > 1 needs engine 'forward', got engine {engine!r}")
+    if engine == TANGENT:
+        return Tangent(inner, optimizer, clip_norm, every, decay, meta_params)
     if engine == HIGHER:
         return Unroller(inner, optimizer, passes, clip_norm, every, steps)
     if horizon > 1:
@@ -83,7 +87,9 @@ def check_parts(inner: Inner, engine: str, meta_optimizer: Optimizer | None, chu
     if chunk is None:
         return
     require(chunk >= 1, f"chunk must be >= 1 or None, got {chunk}")
-    require(engine == "forward" or meta_optimizer is None, f"chunk needs engine 'forward', got engine {engine!r}")
+    require(
+        engine in ("forward", TANGENT) or meta_optimizer is None, f"chunk needs engine 'forward', got engine {engine!r}"
+    )
     for name, term in inner.penalties.items():
         require(
             not getattr(term.penalty, "batchwise", False),

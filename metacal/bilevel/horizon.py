@@ -15,20 +15,19 @@ Kept between steps: θ, the optimizer's state, the batch and the gammas' small g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from metacal.autodiff.tape import Tape
-from metacal.bilevel.inner import Batch, Gradient, Inner
-from metacal.bilevel.passes import Again, Recorded, added, double_vjp
+from metacal.bilevel.inner import Gradient, Inner
+from metacal.bilevel.passes import Again, added
+from metacal.bilevel.second_order import products
 from metacal.bilevel.window import Window, clipped_gradients, hypergradient_of
 from metacal.errors import require
 from metacal.optim.through import State, StepTaken, record_step, states, through
-from metacal.optim.transpose import Cotangents, transposed_clip
+from metacal.optim.transpose import Cotangents
 
 __all__ = ["Horizon"]
 
@@ -80,12 +79,9 @@ class Horizon(Window):
             moment = self.moments[i]
             pushed, theta, state = through(moment.step, after, theta, state)
             after = moment.step.state
-            if moment.clipped is not None and self.clip_norm is not None:
-                pushed = [None if g is None else g.clone() for g in pushed]
-                factor = transposed_clip(moment.clipped, moment.norm, self.clip_norm, pushed)
-                pushed = [None if g is None else g.mul_(factor) for g in pushed]
-            jv, bent = self._products(moment, pushed, second=i > 0)
+            pushed = self.through_clip(moment.clipped, moment.norm, pushed)
             gradient = moment.gradient
+            jv, bent = products(self.inner, gradient, moment.theta, pushed, second=i > 0)
             part = hypergradient_of(self.inner, gradient.batch, gradient.logits, gradient.gamma, jv, meta_params)
             torch._foreach_add_(total, part)
             theta = [added(a, b) for a, b in zip(theta, bent)]
@@ -93,53 +89,3 @@ class Horizon(Window):
                 theta = [None if a is None else a * self.decay for a in theta]
                 state = [{key: value * self.decay for key, value in entries.items()} for entries in state]
         return total
-
-    def _products(self, moment: Moment, v: Cotangents, second: bool) -> tuple[Tensor, Cotangents]:
-        """J v of the batch, and H v if `second`, at the moment's θ."""
-        jvs: list[Tensor] = []
-        bent: Cotangents = [None] * len(v)
-        whole, start = moment.gradient.batch, 0
-        for run in moment.gradient.runs:
-            rows = slice(start, start + len(run.x))
-            gamma = moment.gradient.gamma
-            batch = whole
-            if len(run.x) < len(whole.x):
-                batch = replace(whole, x=run.x, y=whole.y[rows], start=start, total=len(whole.x))
-            gamma = gamma if gamma is None or gamma.dim() == 0 else gamma[rows]
-            jv, part = self._of_pass(run, moment.theta, batch, gamma, v, second)
-            jvs.append(jv)
-            share = len(run.x) / len(whole.x)
-            bent = [added(a, None if b is None else share * b) for a, b in zip(bent, part)]
-            start += len(run.x)
-        return torch.cat(jvs), bent
-
-    def _of_pass(
-        self, run: Recorded, theta: list[Tensor], batch: Batch, gamma: Tensor | None, v: Cotangents, second: bool,
-    ) -> tuple[Tensor, Cotangents]:  # fmt: skip
-        inner = self.inner
-        params = [p.detach().requires_grad_() for p in theta]
-        with torch.enable_grad(), run.again(params):
-            with Tape(params) as tape:
-                z, features = inner.network.plainly(run.x)
-            run.check(z)
-            tape.close(z)
-            loss = inner.losses(batch, z, None if gamma is None else gamma.detach()).mean()
-            objective = inner.penalised(loss, batch, inner.network.model, z, features)
-            along = None
-            with suppress(NotImplementedError):  # no rule for an operation
-                along, _ = tape.run(v)
-                along = torch.zeros_like(z) if along is None else along
-            jv = double_vjp(z, params, v) if along is None else along.detach()
-            if not second:
-                return jv, [None] * len(v)
-            if along is not None and objective is loss:
-                # the tangents are linear in v and have a graph in θ, so H v = ∇_θ ⟨∂L/∂z, J v⟩
-                (slope,) = torch.autograd.grad(loss, z, create_graph=True)
-                directional = (slope * along).sum()
-            else:
-                grads = torch.autograd.grad(objective, params, create_graph=True, allow_unused=True)
-                terms = [(g * t).sum() for g, t in zip(grads, v) if g is not None and t is not None]
-                directional = torch.stack(terms).sum() if terms else z.new_zeros(())
-            if not directional.requires_grad:
-                return jv, [None] * len(v)
-            return jv, list(torch.autograd.grad(directional, params, allow_unused=True))

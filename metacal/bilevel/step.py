@@ -26,6 +26,7 @@ from metacal.bilevel.inner import (
 )
 from metacal.bilevel.signal import Signal
 from metacal.bilevel.state import Snapshot, Undo, preserved
+from metacal.bilevel.tangent import TANGENT
 from metacal.bilevel.unrolled import HIGHER
 from metacal.bilevel.window import OneStep
 from metacal.calibration.surrogates import Outer, build_outer
@@ -51,7 +52,8 @@ class MetaStep:
         gamma_net: a gamma source of `metacal.gamma`, or None for a loss without gamma.
         meta_optimizer: any optimizer over gamma_net's parameters, or None if it has none.
         outer: name, weights by name or callable `(logits, labels) -> scalar`, as `build_outer` takes it.
-        engine: "forward", "difference", "reverse" or "higher"; see `metacal.bilevel.engines` and `unrolled`.
+        engine: "forward", "difference" or "reverse" (`metacal.bilevel.engines`); "tangent", for a gamma_net of few
+            parameters, which looks back over all steps with the discount `horizon_decay`; "higher" (`unrolled`).
         loss: name in `metacal.losses.LOSSES` or callable `(logits, labels[, gamma]) -> (N,)`.
         penalties: `{name: weight}` of `metacal.penalties.PENALTIES`, `{name: (callable, weight)}` or
             `{name: metacal.objective.Term}`.
@@ -98,7 +100,7 @@ class MetaStep:
         horizon: int = 1,
         horizon_decay: float = 1.0,
     ) -> None:
-        require_choice("engine", engine, (*ENGINES, HIGHER))
+        require_choice("engine", engine, (*ENGINES, TANGENT, HIGHER))
         require_choice("nonfinite", nonfinite, ("raise", "skip"))
         require(every >= 1, f"every must be >= 1, got {every}")
         require(clip_norm is None or clip_norm > 0, f"clip_norm must be > 0 or None, got {clip_norm}")
@@ -115,8 +117,9 @@ class MetaStep:
         self.penalties = self.inner.penalties
         check_parts(self.inner, engine, meta_optimizer, chunk)
         self.window = build_window(
-            self.inner, optimizer, engine, engine_options, every, horizon, horizon_decay, chunk, clip_norm
-        )
+            self.inner, optimizer, engine, engine_options, every, horizon, horizon_decay, chunk, clip_norm,
+            self.meta_params,
+        )  # fmt: skip
         self.engine = self.window.engine
         self.epoch: float = 0
         self.count = 0

@@ -78,6 +78,14 @@ class Window:
         """dM/dφ for u = ∇_{θ'} M. May use u's memory."""
         raise NotImplementedError
 
+    def through_clip(self, clipped: Cotangents | None, norm: float, v: Cotangents) -> Cotangents:
+        """∂(clipped g)/∂g v, which is symmetric; clipped: the gradient after clipping, None where it was not."""
+        if clipped is None or self.clip_norm is None:
+            return v
+        v = [None if g is None else g.clone() for g in v]
+        factor = transposed_clip(clipped, norm, self.clip_norm, v)
+        return [None if g is None else g.mul_(factor) for g in v]
+
     def begin(self, x: Tensor, y: Tensor, count: int, epoch: float) -> None:
         """A step is about to be taken."""
 

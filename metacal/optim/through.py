@@ -23,7 +23,17 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from metacal.errors import InputError
 
-__all__ = ["THROUGH", "Cotangent", "State", "StepTaken", "adam_through", "record_step", "sgd_through", "through"]
+__all__ = [
+    "THROUGH",
+    "Cotangent",
+    "State",
+    "StepTaken",
+    "adam_through",
+    "along",
+    "record_step",
+    "sgd_through",
+    "through",
+]
 
 State = dict[str, Any]
 """What an optimizer keeps of one parameter, or cotangents of its tensors (a missing one is zero)."""
@@ -98,6 +108,50 @@ def through(
         # the projection is on the displacement alone, not on the θ from which it starts
         theta[i] = moved if step.project is None else moved - push + (0 if direct is None else direct)
     return gradient, theta, state
+
+
+def along(
+    step: StepTaken,
+    after: Sequence[State],
+    g: Sequence[Tensor | None],
+    theta: Sequence[Tensor | None],
+    state: Sequence[State],
+) -> tuple[list[Tensor | None], list[State]]:
+    """The tangents of θ' and m' along tangents of g, θ and m: U's derivative itself, in place of its transpose.
+
+    Each rule of `THROUGH` is linear in (u, s), and its transpose is what is looked for, ∂⟨rule(u, s), tangents⟩/∂(u, s):
+    so every optimizer that has a rule has this too.
+    """
+    moved, states_ = list(theta), list(state)
+    rule = THROUGH[step.kind]
+    displacement: list[Tensor | None] = [None] * len(moved)
+    for i, settings in step.moved:
+        tangent_g, tangent = g[i], theta[i]
+        if tangent_g is None and tangent is None and not state[i]:
+            continue
+        like = next(t for t in (tangent_g, tangent, *state[i].values()) if t is not None)
+        u = torch.zeros_like(like, requires_grad=True)
+        s = {
+            key: torch.zeros_like(value, requires_grad=True)
+            for key, value in after[i].items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == like.shape
+        }
+        with torch.enable_grad():
+            slope, direct, back = rule(settings, step.state[i], after[i], u, s)
+            pairs = [(slope, tangent_g), (direct, tangent), *((back.get(key), t) for key, t in state[i].items())]
+            total = sum((a * b).sum() for a, b in pairs if isinstance(a, Tensor) and a.requires_grad and b is not None)
+        if not isinstance(total, Tensor):
+            continue
+        to_u, *to_s = torch.autograd.grad(total, [u, *s.values()], allow_unused=True)
+        states_[i] = {key: t for key, t in zip(s, to_s) if t is not None}
+        moved[i] = to_u
+        displacement[i] = to_u if tangent is None or to_u is None else to_u - tangent
+    if step.project is None:
+        return moved, states_
+    pushed = step.project([None if a is None else a.clone() for a in displacement])
+    for i, _ in step.moved:
+        moved[i] = pushed[i] if theta[i] is None else theta[i] if pushed[i] is None else theta[i] + pushed[i]
+    return moved, states_
 
 
 def sgd_through(group: Mapping[str, Any], before: State, after: State, u: Tensor, s: State) -> Cotangent:

@@ -15,7 +15,7 @@ from metacal.optim import OPTIMIZERS, SCHEDULES, OptimizerOptions
 from metacal.options import made
 from metacal.penalties import PENALTIES
 
-__all__ = ["learns", "loss_of", "optimizer_of", "penalty_of", "schedule_of", "smoothing_of", "source_of"]
+__all__ = ["learns", "loss_of", "needs_meta", "optimizer_of", "penalty_of", "schedule_of", "smoothing_of", "source_of"]
 
 
 def optimizer_of(config: Config) -> OptimizerOptions:
@@ -39,6 +39,12 @@ def learns(config: Config) -> bool:
     """Whether the run has an outer problem: a source with parameters of its own."""
     source = source_of(config)
     return smoothing_of(config) is not None or (source is not None and source.learned)
+
+
+def needs_meta(config: Config) -> bool:
+    """Whether the method needs meta images: for an outer problem, or to follow its calibration error."""
+    source = source_of(config)
+    return learns(config) or (source is not None and source.follows)
 
 
 def loss_of(config: Config) -> Callable[..., Tensor]:

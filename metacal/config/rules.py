@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from metacal.config.parts import optimizer_of, penalty_of, smoothing_of, source_of
+from metacal.config.parts import needs_meta, optimizer_of, penalty_of, smoothing_of, source_of
 from metacal.config.schema import Config
 from metacal.errors import require
 from metacal.losses import LOSSES, SIGNED, takes
@@ -139,6 +139,10 @@ def _whole_set(config: Config) -> None:
     require(
         not (data.flip or data.crop_padding),
         f"{name} descends one function, the loss on the training set: data.flip and data.crop_padding must be off",
+    )
+    require(
+        data.meta_from != "folds" or not needs_meta(config),
+        f"{name} descends one function, and data.meta_from=folds changes the training set at every epoch",
     )
     require(
         config.meta.engine == "forward",

@@ -6,12 +6,13 @@ from metacal.data.batches import Batches
 from metacal.data.build import Data, build_data
 from metacal.data.kind import InputKind, Task
 from metacal.data.loaders import LoaderBatches
-from metacal.data.splits import Split, Transform
+from metacal.data.splits import Folds, Split, Transform
 from metacal.data.wrap import as_batches, as_split
 
 __all__ = [
     "Batches",
     "Data",
+    "Folds",
     "InputKind",
     "LoaderBatches",
     "Split",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,11 @@ class Batches:
 
     `drop_last` (default: as `shuffle`) leaves out an incomplete last batch, but never the only one.
     Augmentation as the split's transform says, if `augment`; only images can be augmented.
+
+    `visits` says which positions of the split an epoch visits (all if None). `steps` is the number of batches of every
+    epoch, in place of those that one pass gives: where a pass has fewer, the epoch goes on into a further pass in a new
+    order, and the batches are full; the one that holds the seam may then hold a sample twice. Each of these arguments
+    says one thing about the batches, and any two of them go together.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class Batches:
         augment: bool = True,
         drop_last: bool | None = None,
         with_index: bool = False,
+        steps: int | None = None,
+        visits: Callable[[int], Tensor] | None = None,
     ) -> None:
         require(
             isinstance(batch_size, (int, np.integer)) and batch_size >= 1,
@@ -92,17 +99,27 @@ class Batches:
         t = split.transform
         self.augment = augment and t is not None and (t.crop_padding > 0 or t.flip)
         self.with_index = with_index
-        n = len(split)
-        drop = shuffle if drop_last is None else drop_last
-        self._length = max(1, n // batch_size) if drop else -(-n // batch_size)
+        self.drop_last = shuffle if drop_last is None else drop_last
+        self.steps = steps
+        self.visits = visits
 
     def __len__(self) -> int:
-        """Batches an epoch."""
-        return self._length
+        """Batches an epoch; where epochs visit different numbers of samples, that of the first."""
+        return self.steps or self._in_a_pass(len(self._visited(0)))
+
+    def _visited(self, epoch: int) -> Tensor:
+        """The positions that an epoch visits, on the CPU."""
+        return torch.arange(len(self.split)) if self.visits is None else self.visits(epoch)
+
+    def _in_a_pass(self, n: int) -> int:
+        """Batches that one pass over n samples gives."""
+        return max(1, n // self.batch_size) if self.drop_last else -(-n // self.batch_size)
 
     def smallest_batch(self) -> int:
-        """How many samples the smallest batch has."""
-        return min(self.batch_size, len(self.split) - (len(self) - 1) * self.batch_size)
+        """How many samples the smallest batch has; where epochs visit different numbers of samples, of the first."""
+        n = len(self._visited(0))
+        several = len(self) > self._in_a_pass(n)
+        return self.batch_size if several else min(self.batch_size, n - (len(self) - 1) * self.batch_size)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """The batches `start`, `start + 1`, ... of one epoch."""
@@ -119,22 +136,42 @@ class Batches:
 
         return self._make(plans())
 
-    def _plans(self, epoch: int, start: int) -> Iterator[_Plan]:
-        n, device = len(self.split), self.split.device
-        generator = torch.Generator().manual_seed(derived_seed(self.seed, self.stream, epoch))
-        order = torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
-        order = order.to(device)
-        draws = None
-        if self.augment:
-            t = self.split.transform
-            assert t is not None
-            offsets = torch.randint(2 * t.crop_padding + 1, (n, 2), generator=generator) - t.crop_padding
-            mirrored = torch.randint(2, (n, 1), generator=generator) * int(t.flip)
-            draws = torch.cat([offsets, mirrored], 1).to(device)
-        for i in range(start, len(self)):
+    def again(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The samples of one epoch over and over, from batch `start`: as `epoch`, then each time in a new order."""
+
+        def plans() -> Iterator[_Plan]:
+            number, first = divmod(start, len(self))
+            while True:
+                yield from self._plans(epoch, first, number)
+                number, first = number + 1, 0
+
+        return self._make(plans())
+
+    def _plans(self, epoch: int, start: int, repetition: int = 0) -> Iterator[_Plan]:
+        key = (self.seed, self.stream, epoch, *(("again", repetition) if repetition else ()))
+        generator = torch.Generator().manual_seed(derived_seed(*key))
+        samples = self._visited(epoch)
+        in_a_pass = self._in_a_pass(len(samples))
+        count = self.steps or in_a_pass
+        passes = 1 if count <= in_a_pass else -(-count * self.batch_size // len(samples))
+        drawn = [self._pass(samples, generator) for _ in range(passes)]
+        order = torch.cat([positions for positions, _ in drawn]).to(self.split.device)
+        draws = torch.cat([d for _, d in drawn]).to(self.split.device) if self.augment else None
+        for i in range(start, count):
             here = slice(i * self.batch_size, (i + 1) * self.batch_size)
-            seed = derived_seed(self.seed, self.stream, epoch, i)
-            yield _Plan(order[here], None if draws is None else draws[here], seed)
+            yield _Plan(order[here], None if draws is None else draws[here], derived_seed(*key, i))
+
+    def _pass(self, samples: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """All of `samples` in an order, and the draws of their augmentation (empty without one)."""
+        n = len(samples)
+        order = samples[torch.randperm(n, generator=generator)] if self.shuffle else samples
+        if not self.augment:
+            return order, torch.empty(0)
+        t = self.split.transform
+        assert t is not None
+        offsets = torch.randint(2 * t.crop_padding + 1, (n, 2), generator=generator) - t.crop_padding
+        mirrored = torch.randint(2, (n, 1), generator=generator) * int(t.flip)
+        return order, torch.cat([offsets, mirrored], 1)
 
     def _make(self, plans: Iterator[_Plan]) -> Iterator[tuple[Tensor, ...]]:
         split = self.split

@@ -13,20 +13,32 @@ from torch import Tensor
 
 from metacal.data.options import DataConfig
 from metacal.data.sources import Source, read_source
-from metacal.data.splits import Split, Transform, channel_statistics, resolve_size, stratified_draw
+from metacal.data.splits import (
+    Folds,
+    Split,
+    Transform,
+    channel_statistics,
+    resolve_size,
+    stratified_draw,
+    stratified_folds,
+)
 from metacal.data.stores import CHUNK, tensor_chunks
 from metacal.errors import require, require_choice
 from metacal.options import check_options
 
 __all__ = ["Data", "build_data"]
 
-_DRAWS = ("test_size", "val_size", "train_size", "meta_size")  # each has a random stream of its own
+_DRAWS = ("test_size", "val_size", "train_size", "meta_size", "meta_folds")  # each has a random stream of its own
 _MEMORY_LIMIT = 2 * 2**30  # bytes of stored inputs up to which `storage: auto` keeps them in memory
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """The four splits and what belongs to them. `meta` is None where it was folded into `train`."""
+    """The splits and what belongs to them.
+
+    `meta` is the split that `data.meta_from` asks for: a part that was set aside from `train`, or the images of `val`.
+    It is None where the method needs none, and for `folds`, where these say which part of `train` is meta when.
+    """
 
     name: str
     train: Split
@@ -37,12 +49,19 @@ class Data:
     normalization: tuple[Tensor, Tensor]  # mean and std per channel, of values in [0, 1] for images
     pixel_range: tuple[Tensor, Tensor] | None  # what 0 and 1 become, per channel; None for float features
     fingerprint: str  # of the test split's content
-    fingerprints: Mapping[str, str]  # of the others: train, meta (if any), train_and_meta, val
+    fingerprints: Mapping[str, str]  # of the others: train, meta (if set aside), train_and_meta, val
+    meta_from: str | None = None  # as the option says; None where there are no meta images
+    folds: Folds | None = None  # of train, for meta_from=folds
 
     @property
     def n_classes(self) -> int:
         """K."""
         return len(self.class_names)
+
+    @property
+    def set_aside(self) -> int:
+        """How many labelled images are lost to training because they are meta images."""
+        return len(self.meta) if self.meta is not None and self.meta_from == "train" else 0
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -55,9 +74,9 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
 
     The *labelled pool* is the source's training set. Where the source has no test set, `test_size` of everything is
     carved off first. From the pool comes `val_size`, then of the rest `train_size` are kept, and of these `meta_size`
-    become the meta split, the others the training split. All draws are stratified and depend on `split_seed` (`seed`
-    where that is None): by default runs with different seeds have the same splits and differ in initialisation, order
-    and augmentation.
+    become the meta split, the others the training split; with `meta_from` val or folds all of them are trained on. All
+    draws are stratified and depend on `split_seed` (`seed` where that is None): by default runs with different seeds
+    have the same splits and differ in initialisation, order and augmentation.
 
     `fold_meta_into_train`: `auto` gives the meta split back to the training split when the method does not need one
     (`needs_meta` false), so that all methods see the same labelled images.
@@ -74,13 +93,14 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
     device = torch.device(device)
     _check(cfg)
     fold = str(cfg.fold_meta_into_train).lower()
+    apart = cfg.meta_from == "train" and fold != "true" and (needs_meta or fold == "false")
     require(
-        fold != "true" or not needs_meta,
+        apart or not needs_meta or cfg.meta_from != "train",
         "data.fold_meta_into_train=true leaves no meta split, which this method needs; set it to auto",
     )
     source = read_source(cfg.name, cfg.path, cfg.download, cfg.image_size)
     _check_source(cfg, source)
-    index = _partition(cfg, source, seed, folded=fold == "true" or (fold == "auto" and not needs_meta))
+    index = _partition(cfg, source, seed, apart)
     parts = {name: (source.inputs.take(i), source.labels[i]) for name, i in index.items()}
     if source.test_labels is not None:
         parts["test"] = source.test_inputs, source.test_labels
@@ -105,6 +125,8 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
         )
         for name, (_, labels) in parts.items()
     }
+    if needs_meta and cfg.meta_from == "val":
+        splits["meta"] = replace(splits["val"], name="meta", transform=augmented)
     test_inputs, test_labels = parts["test"]
     content = hashlib.blake2b(test_inputs.digest() + test_labels.tobytes(), digest_size=8)
     return Data(
@@ -118,19 +140,30 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
         pixel_range=None if source.scale is None else ((-mean / std).float(), ((1 - mean) / std).float()),
         fingerprint=content.hexdigest(),
         fingerprints=_fingerprints(source, index),
+        meta_from=cfg.meta_from if needs_meta or apart else None,
+        folds=_folds(cfg, parts["train"][1], seed) if needs_meta and cfg.meta_from == "folds" else None,
     )
 
 
-def _partition(cfg: DataConfig, source: Source, seed: int, folded: bool) -> dict[str, np.ndarray]:
+def _generator(cfg: DataConfig, seed: int, key: str) -> np.random.Generator:
+    """Of the draw that a key says."""
+    return np.random.default_rng([seed if cfg.split_seed is None else cfg.split_seed, _DRAWS.index(key)])
+
+
+def _folds(cfg: DataConfig, labels: np.ndarray, seed: int) -> Folds:
+    """Of the training split."""
+    return stratified_folds(labels, cfg.meta_folds, _generator(cfg, seed, "meta_folds"), "data.meta_folds")
+
+
+def _partition(cfg: DataConfig, source: Source, seed: int, apart: bool) -> dict[str, np.ndarray]:
     """The disjoint splits, name -> ascending indices into the source's training set.
 
-    Without `test` where the source has a test set, and without `meta` where it is folded into `train`.
+    Without `test` where the source has a test set, and without `meta` unless it is set apart.
     """
-    split_seed = seed if cfg.split_seed is None else cfg.split_seed
 
     def draw(key: str, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         count = resolve_size(f"data.{key}", getattr(cfg, key), len(index))
-        rng = np.random.default_rng([split_seed, _DRAWS.index(key)])
+        rng = _generator(cfg, seed, key)
         drawn, rest = stratified_draw(source.labels[index], count, rng, source.class_names, f"data.{key}")
         return index[drawn], index[rest]
 
@@ -141,9 +174,8 @@ def _partition(cfg: DataConfig, source: Source, seed: int, folded: bool) -> dict
     index["val"], rest = draw("val_size", rest)
     if cfg.train_size is not None and cfg.train_size != len(rest):
         rest, _ = draw("train_size", rest)
-    if folded:
-        index["train"] = rest
-    else:
+    index["train"] = rest
+    if apart:
         index["meta"], index["train"] = draw("meta_size", rest)
     return index
 
@@ -196,7 +228,13 @@ def _check(cfg: DataConfig) -> None:
         if key != "train_size" or value is not None:
             resolve_size(f"data.{key}", value, 2**62)
     check_options(cfg, "data.")
-    require_choice("data.fold_meta_into_train", str(cfg.fold_meta_into_train).lower(), ("auto", "true", "false"))
+    fold = str(cfg.fold_meta_into_train).lower()
+    require_choice("data.fold_meta_into_train", fold, ("auto", "true", "false"))
+    require(
+        fold != "false" or cfg.meta_from == "train",
+        f"data.fold_meta_into_train=false sets images aside from train, which data.meta_from={cfg.meta_from} does not "
+        "do; leave it out",
+    )
     require(
         (cfg.mean is None) == (cfg.std is None),
         f"data.mean and data.std must be given together, got mean={cfg.mean} and std={cfg.std}",

@@ -22,7 +22,14 @@ class DataConfig:
     download: bool = option(False, "fetch what torchvision can fetch")
     image_size: int | None = option(None, "folder: resize to this", low=1)
     train_size: Any = option(None, "a stratified subset for train and meta together; null: all")
-    meta_size: Any = option(0.1, "the meta split, of train and meta together")
+    meta_from: str = option(
+        "train",
+        "the meta images: a part of train that is not trained on, the val images, or folds of train in turn",
+        choices=("train", "val", "folds"),
+    )
+    meta_size: Any = option(0.1, "meta_from=train: the meta split, of train and meta together")
+    meta_folds: int = option(10, "meta_from=folds: the parts of train that are meta, one an epoch, in turn", low=2)
+    meta_augment: bool = option(False, "crop and mirror meta images as training images are; false: as they are")
     val_size: Any = option(0.1, "of the labelled pool")
     test_size: Any = option(0.2, "where the source has no test set")
     split_seed: int | None = option(0, "the same splits for every training seed; null: those of the run's seed", low=0)

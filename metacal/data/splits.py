@@ -1,4 +1,4 @@
-"""A split of the data, the transform from stored values to inputs, and stratified draws."""
+"""A split of the data, the transform from stored values to inputs, stratified draws and folds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metacal.errors import InputError, require
 
-__all__ = ["Split", "Transform", "channel_statistics", "resolve_size", "stratified_draw"]
+__all__ = ["Folds", "Split", "Transform", "channel_statistics", "resolve_size", "stratified_draw", "stratified_folds"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,42 @@ class Split:
         """Shape of one input."""
         first = self.storage[0]
         return tuple((first[0] if self.yields_labels else first).shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Folds:
+    """A partition of the positions 0..n-1 of a split into K folds, one of which is held out at each epoch.
+
+    At epoch e (from 0) `held_out(e)` are the positions of fold e mod K and `others(e)` all the others, ascending.
+    """
+
+    number: Tensor  # (n,) int64 on the CPU: the fold of each position
+    count: int  # K
+
+    def held_out(self, epoch: int) -> Tensor:
+        return torch.nonzero(self.number == epoch % self.count).flatten()
+
+    def others(self, epoch: int) -> Tensor:
+        return torch.nonzero(self.number != epoch % self.count).flatten()
+
+    @property
+    def least(self) -> int:
+        """How many samples the smallest fold has."""
+        return int(torch.bincount(self.number, minlength=self.count).min())
+
+
+def stratified_folds(labels: np.ndarray, count: int, rng: np.random.Generator, key: str) -> Folds:
+    """`count` folds of the positions 0..n-1, drawn at random; `key` names the setting in messages.
+
+    The sizes of two folds differ by at most one, and so do the numbers of samples of a class in them: the samples are
+    dealt out one by one, class after class.
+    """
+    require(2 <= count <= len(labels), f"{key} must be in [2, {len(labels)}], the training samples, got {count}")
+    shuffled = rng.permutation(len(labels))
+    dealt = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    number = np.empty(len(labels), dtype=np.int64)
+    number[dealt] = np.arange(len(labels)) % count
+    return Folds(torch.from_numpy(number), count)
 
 
 def resolve_size(key: str, value: Any, total: int) -> int:

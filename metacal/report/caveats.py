@@ -149,7 +149,11 @@ def _data_key(run: Run) -> str:
     return json.dumps([settings, seed, bool(run.summary["data"].get("meta"))], sort_keys=True, default=str)
 
 
+# The meta images are among those that are trained on, or else the summary tells how many were set aside.
 _NOT_OF_IMAGES = {
     f"data.{key}"
-    for key in ("batch_size", "meta_batch_size", "crop_padding", "flip", "mixup", "normalize", "mean", "std")
+    for key in (
+        *("batch_size", "meta_batch_size", "meta_from", "meta_folds", "meta_augment"),
+        *("crop_padding", "flip", "mixup", "normalize", "mean", "std"),
+    )
 }

@@ -21,7 +21,14 @@ _SECTIONS = {"method", "data", "model", "loss", "gamma", "optimizer", "schedule"
 
 
 def translated(plain: dict[str, Any]) -> dict[str, Any]:
-    """A run's config as this version says it: milestones of gamma were whole epochs before they were fractions."""
+    """A run's config as this version says it.
+
+    Meta images were augmented as training images are before there was a key for it, and milestones of gamma were whole
+    epochs before they were fractions.
+    """
+    data = plain.get("data")
+    if isinstance(data, dict) and "meta_augment" not in data and (data.get("crop_padding") or data.get("flip")):
+        plain = {**plain, "data": {**data, "meta_augment": True}}
     gamma, epochs = plain.get("gamma"), plain.get("epochs")
     milestones = gamma.get("milestones") if isinstance(gamma, dict) else None
     if not milestones or not isinstance(epochs, int) or not all(isinstance(at, int) and at >= 1 for at in milestones):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from metacal.config.parts import needs_meta
 from metacal.errors import InputError, RunError, require
 from metacal.jsonio import to_json
 from metacal.studies.grid import Job
@@ -25,7 +26,6 @@ from metacal.training.setup import (
     build_parts,
     choose_device,
     evaluation_batches,
-    needs_meta,
     pixels_of,
     prepare_data,
     training_batches,

@@ -100,6 +100,7 @@ def fit(
     val: Any = None,
     method: str = "gamma_net",
     *,
+    meta_from: str | None = None,
     epochs: int | None = None,
     batch_size: int = DataConfig.batch_size,
     seed: int = Config.seed,
@@ -124,11 +125,14 @@ def fit(
     Args:
         model: from inputs to logits (N, K); its last Linear layer is the head, unless `head` names another.
         train, meta, val: each a pair (x, y) of tensors or arrays, a Dataset of pairs, or a DataLoader; docs/data.md has
-            the kinds of inputs and labels. Where `meta` (for methods
-            that learn their gammas) or `val` is missing, a stratified tenth of `train` is set aside for it, which a
-            DataLoader does not allow. A `meta` that the method does not need is added to `train`, so that methods see
+            the kinds of inputs and labels. Where `val` is missing, a stratified tenth of `train` is set aside for it,
+            which a DataLoader does not allow; where `meta` is (for methods that learn their gammas), `meta_from` says
+            what serves as it. A `meta` that the method does not need is added to `train`, so that methods see
             the same images (DataLoaders cannot be added up: there it stays unused). `val` selects the epoch and fits
             the temperature; keep test data out of them all.
+        meta_from: where `meta` is missing: ``"train"``, a stratified tenth of `train`, which is then not trained on;
+            ``"val"``, the images of `val`, whose scores are then fitted; ``"folds"``, at each epoch another fold of
+            `train`, which this epoch does not train on (docs/data.md). None: as the method's file says, else "train".
         method: a name in `configs/method/`, such as gamma_net, focal, cross_entropy.
         epochs, batch_size, seed: of the training; `batch_size` does not touch a DataLoader.
         optimizer: a name in `configs/optimizer/`, such as adamw; or your own over `model.parameters()` (for methods
@@ -150,8 +154,11 @@ def fit(
         InputError: for input that cannot be used, before training.
         RunError: for a loss, gradient or hypergradient that is not finite.
     """
-    given = {"epochs": epochs, "seed": seed, "data.batch_size": batch_size}
+    given = {"epochs": epochs, "seed": seed, "data.batch_size": batch_size, "data.meta_from": meta_from}
     config = _composed(method, overrides, given, optimizer, {"lr": lr, "weight_decay": weight_decay})
+    if meta is not None:
+        require(meta_from is None, f"meta_from says what serves as meta where none is given, got both ({meta_from!r})")
+        config = replace(config, data=replace(config.data, meta_from=DataConfig.meta_from))
     require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
     for callback in callbacks:
         require(callable(callback), f"callbacks must be functions of what a validation measured, got {callback!r}")
@@ -260,7 +267,7 @@ def _composed(
             f"overrides cannot hold {key} beside an optimizer of your own: set it there",
         )
         require(
-            key.split(".")[0] not in _OUT_OF_REACH or key == "data.meta_batch_size",
+            key.split(".")[0] not in _OUT_OF_REACH or key in ("data.meta_batch_size", "data.meta_folds"),
             f"overrides cannot hold {key}: metacal.fit takes the model, the data and where to write as arguments",
         )
         require(key not in taken, f"overrides cannot hold {key}: it is an argument of metacal.fit")

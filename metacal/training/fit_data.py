@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from metacal.config import Config
-from metacal.data import Batches, InputKind, LoaderBatches, Split, Task, as_batches, as_split
-from metacal.data.splits import stratified_draw
+from metacal.config.parts import needs_meta
+from metacal.data import InputKind, LoaderBatches, Split, Task, as_batches, as_split
+from metacal.data.splits import stratified_draw, stratified_folds
 from metacal.data.wrap import input_kind, loader_batches
 from metacal.errors import InputError, require
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode
 from metacal.network import Network, Streams
-from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, needs_meta, size_of_batches
+from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, meta_batches, train_batches
 
 __all__ = ["FitData", "evaluation_data", "prepare_fit"]
 
@@ -60,33 +61,40 @@ def evaluation_data(data: Any, name: str, device: torch.device, kind: InputKind,
 
 
 def _batches(config: Config, train: Any, meta: Any, val: Any, device: torch.device, task: Task) -> FitData:
-    learns = needs_meta(config)
-    seed = config.seed
+    learns, seed, folds = needs_meta(config), config.seed, None
+    meta_from = config.data.meta_from if learns and meta is None else None
     if isinstance(train, DataLoader):
-        missing = [name for name, data in (("meta", meta if learns else train), ("val", val)) if data is None]
+        lacking = (("meta", meta_from in ("train", "folds")), ("val", val is None))
+        missing = [name for name, lacks in lacking if lacks]
         require(
             not missing,
             f"{' and '.join(missing)} must be given when train is a DataLoader: nothing can be set aside from it",
         )
-        train_batches: AnyBatches
-        train_batches, kind = loader_batches(train, seed, device, task)
+        batches: AnyBatches
+        batches, kind = loader_batches(train, seed, device, task)
     else:
         split = as_split(train, "train", device, task=task)
         task = replace(task, class_names=split.class_names)
         kind = input_kind(split)
         if val is None:
             val, split = _set_aside(split, "val", seed)
-        if learns and meta is None:
+        if meta is not None and not isinstance(meta, DataLoader):
+            meta = as_split(meta, "meta", device, kind, task=task)
+        if meta_from == "train":
             meta, split = _set_aside(split, "meta", seed)
-        elif not learns and meta is not None and not isinstance(meta, DataLoader):
-            split = _joined(split, as_split(meta, "meta", device, kind, task=task))
-        size, shuffle = size_of_batches(config, split)
-        train_batches = Batches(split, size, seed, "train", shuffle=shuffle)
-    meta_batches = None
-    if learns:
-        meta_size = config.data.meta_batch_size or META_BATCH_LIMIT  # never more than there are
-        meta_batches = as_batches(meta, meta_size, seed, "meta", device=device, like=kind, task=task)
-    return FitData(train_batches, meta_batches, evaluation_data(val, "val", device, kind, task), kind, task)
+        elif meta_from == "folds":
+            rng = np.random.default_rng([seed, len("folds")])
+            folds = stratified_folds(split.labels.cpu().numpy(), config.data.meta_folds, rng, "data.meta_folds")
+        elif not learns and isinstance(meta, Split):
+            split = _joined(split, meta)
+        batches = train_batches(config, split, len(meta) if learns and isinstance(meta, Split) else 0, folds)
+    outer: AnyBatches | None = None
+    if folds is not None:
+        outer = meta_batches(config, split, folds)
+    elif learns:
+        meta, size = val if meta_from == "val" else meta, config.data.meta_batch_size or META_BATCH_LIMIT
+        outer = as_batches(meta, size, seed, "meta", device=device, like=kind, task=task)
+    return FitData(batches, outer, evaluation_data(val, "val", device, kind, task), kind, task)
 
 
 def _set_aside(split: Split, name: str, seed: int) -> tuple[Split, Split]:

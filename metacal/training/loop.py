@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from metacal.bilevel import NonFiniteError
 from metacal.config import Config
-from metacal.config.parts import schedule_of
+from metacal.config.parts import needs_meta, schedule_of
+from metacal.data import Batches
 from metacal.errors import InputError, RunError, require
 from metacal.margins import true_margin
 from metacal.monitors import State, Watch
@@ -45,6 +46,7 @@ class Progress:
     batch: int = 0  # the next one of this epoch
     step: int = 0
     outer_steps: int = 0
+    outer_in_epoch: int = 0  # how many of them in this epoch
     best_nll: float = math.inf
     best_epoch: int = 0
     seconds: float = 0.0  # of training, interruptions left out
@@ -81,6 +83,8 @@ def train(
     run = _Training(config, parts, watch, log, console, folder, progress or Progress())
     p, ended = run.p, False
     console.start(p.step)
+    if config.data.meta_from == "val" and needs_meta(config):
+        console.line("val serves as meta images too: its scores are fitted, not held out")
     while p.epoch < config.epochs and not ended:
         for x, y in parts.train.epoch(p.epoch, start=p.batch):
             run.step(x, y)
@@ -126,6 +130,8 @@ class _Training:
         self.best = _best_weights(folder, p)
         self.config_text = "" if folder is None else folder.config.read_text()  # each checkpoint has a copy
         self.meta_stream: Iterator[tuple[Tensor, ...]] | None = None
+        visits = isinstance(parts.meta, Batches) and parts.meta.visits is not None
+        self.meta_folds = parts.meta if visits else None  # each epoch has meta images of its own
         self.stopping = self.owed = False  # a stop that was asked for, a checkpoint that is due
         self.started = time.perf_counter() - p.seconds
 
@@ -165,9 +171,10 @@ class _Training:
         if meta is None or not self.parts.step.due or p.epoch < self.config.meta.start_epoch:
             return ()
         if self.meta_stream is None:
-            self.meta_stream = meta.forever(start=p.outer_steps)
+            folds = self.meta_folds
+            self.meta_stream = folds.again(p.epoch, p.outer_in_epoch) if folds else meta.forever(start=p.outer_steps)
         batch = next(self.meta_stream)
-        p.outer_steps += 1
+        p.outer_steps, p.outer_in_epoch = p.outer_steps + 1, p.outer_in_epoch + 1
         return batch
 
     def save_if_due(self) -> None:
@@ -196,9 +203,11 @@ class _Training:
     def end_epoch(self, after_validation: Callable[[dict[str, float]], bool] | None) -> bool:
         """Update what learns once an epoch, validate and save, each where it is due. Whether the training ends here."""
         p, parts, config, folder, ended = self.p, self.parts, self.config, self.folder, False
-        p.epoch, p.batch = p.epoch + 1, 0
         if parts.held_out is not None and parts.gamma is not None:
-            parts.gamma.update(predict(parts.backbone, parts.held_out.epoch(0)))  # type: ignore[operator]
+            parts.gamma.update(predict(parts.backbone, parts.held_out.epoch(p.epoch)))  # type: ignore[operator]
+        p.epoch, p.batch, p.outer_in_epoch = p.epoch + 1, 0, 0
+        if self.meta_folds is not None:
+            self.meta_stream = None
         if p.epoch % config.monitor.val_every == 0 or p.epoch == config.epochs:
             self._validate()
             ended = after_validation is not None and after_validation(dict(self.log.history[-1]))

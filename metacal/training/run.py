@@ -237,13 +237,15 @@ def _measure(
         "time/test_s": time.perf_counter() - start,
         "memory/peak_mb": _peak_memory_mb(parts.device),
         "device": str(parts.device),
+        "val_is_fitted": data.meta_from == "val",
         "data": {
             "name": data.name,
             "fingerprint": data.fingerprint,
             "fingerprints": dict(data.fingerprints),
             "n_classes": data.n_classes,
             "train": len(data.train),
-            "meta": len(data.meta) if data.meta is not None else 0,
+            "meta": data.set_aside,
+            "meta_from": data.meta_from,
             "val": len(data.val),
             "test": len(data.test),
         },
@@ -294,7 +296,8 @@ def show_together(outcomes: Sequence[Outcome]) -> int:
     console = Console()
     console.print(methods_table({o.summary["method"]: o.summary for o in outcomes}))
     for o in outcomes:
-        console.print(f"{o.summary['method']}: {o.folder.path}", highlight=False, soft_wrap=True)
+        fitted = " (val was its meta images too: val scores are fitted)" if o.summary.get("val_is_fitted") else ""
+        console.print(f"{o.summary['method']}: {o.folder.path}{fitted}", highlight=False, soft_wrap=True)
     first = outcomes[0].folder
     root = Path(*first.path.parts[:-2]) if len(first.path.parts) > 2 else first.path
     console.print(f"reliability diagram: {first.figures / 'reliability.png'}", highlight=False, soft_wrap=True)

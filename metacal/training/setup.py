@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,12 +17,13 @@ from metacal.config import Config
 from metacal.config.parts import (
     learns,
     loss_of,
+    needs_meta,
     optimizer_of,
     penalty_of,
     smoothing_of,
     source_of,
 )
-from metacal.data import Batches, Data, LoaderBatches, Split, build_data
+from metacal.data import Batches, Data, Folds, LoaderBatches, Split, build_data
 from metacal.data.batches import derived_seed
 from metacal.errors import InputError, require
 from metacal.gamma import Around
@@ -42,16 +43,17 @@ __all__ = [
     "curvature_loss",
     "evaluation_batches",
     "fixed_subset",
-    "needs_meta",
+    "meta_batches",
     "pixels_of",
     "prepare_data",
-    "size_of_batches",
+    "train_batches",
+    "training_batches",
 ]
 
 
 AnyBatches = Batches | LoaderBatches
 
-META_BATCH_LIMIT = 2048  # a meta batch is the whole meta split, up to this many samples, unless a size is given
+META_BATCH_LIMIT = 2048  # a meta batch is all of the meta images, up to this many, unless a size is given
 
 
 @dataclass
@@ -67,40 +69,54 @@ class Parts:
     train: AnyBatches
     meta: AnyBatches | None
     val: AnyBatches
-    held_out: AnyBatches | None = None  # the meta split as it is, for a gamma source that follows its calibration
+    held_out: AnyBatches | None = None  # the meta images as they are, for a gamma source that follows their calibration
 
 
-def evaluation_batches(split: Split) -> Batches:
-    """All samples of a split once, in their order, as they are."""
-    return Batches(split, 1024, stream=split.name, shuffle=False, augment=False)
+def evaluation_batches(split: Split, visits: Callable[[int], Tensor] | None = None) -> Batches:
+    """All samples of a split, or those that an epoch visits, once, in their order, as they are."""
+    return Batches(split, 1024, stream=split.name, shuffle=False, augment=False, visits=visits)
 
 
 def training_batches(config: Config, data: Data) -> tuple[Batches, Batches | None]:
-    """Shuffled, augmented batches of the training split and, where there is one, of the meta split."""
-    size, shuffle = size_of_batches(config, data.train)
-    train = Batches(data.train, size, config.seed, stream="train", shuffle=shuffle)
-    if data.meta is None:
-        return train, None
-    size = config.data.meta_batch_size or min(len(data.meta), META_BATCH_LIMIT)
-    return train, Batches(data.meta, size, config.seed, stream="meta")
+    """Shuffled, augmented batches of the training split, and those of the meta images where the method needs some."""
+    train = train_batches(config, data.train, data.set_aside, data.folds)
+    return train, meta_batches(config, data.train if data.meta is None else data.meta, data.folds)
 
 
-def size_of_batches(config: Config, train: Split) -> tuple[int, bool]:
-    """How many samples a step takes, and whether they are shuffled: gradient descent takes all of them."""
-    whole = optimizer_of(config).whole_set
-    return (len(train) if whole else config.data.batch_size), not whole
+def train_batches(config: Config, split: Split, set_aside: int = 0, folds: Folds | None = None) -> Batches:
+    """Batches to train on: as many an epoch as if the images that serve as meta images were trained on too.
+
+    So every method makes the same number of optimizer steps. Gradient descent takes all of the split at each step.
+
+    Args:
+        set_aside: how many images were taken from the split for meta. folds: those of the split that are held out.
+    """
+    if optimizer_of(config).whole_set:
+        return Batches(split, len(split), config.seed, "train", shuffle=False)
+    size = config.data.batch_size
+    steps = max(1, (len(split) + set_aside) // size)
+    return Batches(split, size, config.seed, "train", steps=steps, visits=None if folds is None else folds.others)
+
+
+def meta_batches(config: Config, split: Split, folds: Folds | None = None) -> Batches | None:
+    """Batches of the meta images: all of the split, or of its fold whose turn it is; None where the method needs none.
+
+    A batch has all of these, up to `META_BATCH_LIMIT`, unless `data.meta_batch_size` says otherwise.
+    """
+    if not needs_meta(config):
+        return None
+    count = len(split) if folds is None else folds.least
+    size, augment = min(config.data.meta_batch_size or META_BATCH_LIMIT, count), config.data.meta_augment
+    if folds is None:
+        return Batches(split, size, config.seed, "meta", augment=augment)
+    # As many in each pass over a fold, though folds differ by one sample.
+    return Batches(split, size, config.seed, "meta", augment=augment, steps=count // size, visits=folds.held_out)
 
 
 def fixed_subset(split: Split, size: int, name: str) -> tuple[Tensor, Tensor]:
     """`size` samples of a split as they are: the same ones for every seed and method, whatever the batches are."""
     x, y = next(Batches(split, min(size, len(split)), stream=name, augment=False).epoch(0))
     return x, y
-
-
-def needs_meta(config: Config) -> bool:
-    """Whether the method needs a meta split: for an outer problem, or to follow its calibration error."""
-    source = source_of(config)
-    return learns(config) or (source is not None and source.follows)
 
 
 def choose_device(name: str) -> torch.device:
@@ -120,7 +136,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def prepare_data(config: Config, device: torch.device) -> Data:
-    """The four splits; without an outer problem the meta split goes back to train (`data.fold_meta_into_train`)."""
+    """The splits; without an outer problem all images but those of val are trained on (`data.fold_meta_into_train`)."""
     return build_data(config.data, seed=config.seed, device=device, needs_meta=needs_meta(config))
 
 
@@ -173,7 +189,7 @@ def build_parts(
         step.check(x[:8], y[:8])
     source, held_out = source_of(config), None
     if source is not None and source.follows:
-        held_out = evaluation_batches(meta.split) if isinstance(meta, Batches) else meta
+        held_out = evaluation_batches(meta.split, meta.visits) if isinstance(meta, Batches) else meta
     meta = meta if learns(config) else None
     return Parts(device, backbone, gamma, optimizer, meta_optimizer, step, train, meta, val, held_out)
 

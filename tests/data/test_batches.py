@@ -86,6 +86,34 @@ def test_forever_is_the_epochs_one_after_the_other(storage: str, start: int) -> 
     assert equal(list(itertools.islice(batches.forever(start), 6)), epochs[start : start + 6])
 
 
+@pytest.mark.parametrize("storage", ["memory", "stream"])
+def test_an_epoch_of_more_steps_goes_on_into_the_next_pass(storage: str) -> None:
+    split = images(storage=storage, crop_padding=2, flip=True)
+    plain = Batches(split, 5, seed=1, with_index=True)
+    longer = Batches(split, 5, seed=1, with_index=True, steps=11)  # 55 of 23: two passes and nine samples
+    seen = list(longer.epoch(2))
+    assert len(longer) == 11 and [len(y) for _, y, _ in seen] == [5] * 11 and longer.smallest_batch() == 5
+    assert equal(seen[:4], list(plain.epoch(2))), "the first pass is that of an epoch without more steps"
+    assert equal(seen[7:], list(longer.epoch(2, 7)))
+    order = torch.cat([i for _, _, i in seen])
+    assert sorted(order[:23].tolist()) == sorted(order[23:46].tolist()) == list(range(23))
+    assert order[:23].tolist() != order[23:46].tolist() and len(set(order[46:].tolist())) == 9
+    assert equal(list(Batches(split, 5, seed=1, with_index=True, steps=4).epoch(2)), seen[:4])
+
+
+def test_an_epoch_visits_some_samples_and_can_go_over_them_again() -> None:
+    visits = {0: torch.tensor([1, 4, 7, 9, 20]), 1: torch.tensor([0, 2, 3, 5, 6, 8])}
+    batches = Batches(images(crop_padding=2), 2, with_index=True, steps=2, visits=lambda epoch: visits[epoch])
+    assert equal(list(itertools.islice(batches.again(1, 3), 4)), list(itertools.islice(batches.again(1), 7))[3:])
+    assert equal(list(itertools.islice(batches.again(1), 2)), list(batches.epoch(1)))
+    for epoch, samples in visits.items():
+        first, second = (torch.cat([i for _, _, i in itertools.islice(batches.again(epoch, k), 2)]) for k in (0, 2))
+        assert set(first.tolist()) <= set(samples.tolist()) and len(set(first.tolist())) == 4
+        assert first.tolist() != second.tolist() and set(second.tolist()) <= set(samples.tolist())
+    once = Batches(images(), 4, shuffle=False, visits=lambda epoch: visits[epoch], with_index=True)
+    assert torch.cat([i for _, _, i in once.epoch(1)]).tolist() == visits[1].tolist()
+
+
 def test_a_whole_split_as_one_batch_is_augmented_anew_each_pass() -> None:
     batches = Batches(images(crop_padding=2), 23, stream="meta", with_index=True)
     (x0, _, i0), (x1, _, i1) = itertools.islice(batches.forever(), 2)

@@ -99,6 +99,27 @@ class TestSplits:
         with pytest.raises(InputError, match="leaves no meta split, which this method needs"):
             build_data(replace(cfg, fold_meta_into_train="true"))
 
+    def test_val_and_folds_as_meta_cost_no_training_image(self, tmp_path: Path) -> None:
+        cfg = save(tmp_path / "d.npz")
+        folded = build_data(cfg, needs_meta=False)
+        assert build_data(cfg).meta_from == "train" and build_data(cfg).set_aside == 18 and folded.meta_from is None
+        for meta_from in ("val", "folds"):
+            data = build_data(replace(cfg, meta_from=meta_from))
+            assert numbers(data, "train") == numbers(folded, "train") and data.fingerprints == folded.fingerprints
+            assert data.meta_from == meta_from and data.set_aside == 0
+            plain = build_data(replace(cfg, meta_from=meta_from), needs_meta=False)
+            assert numbers(plain, "train") == numbers(folded, "train")
+            assert plain.meta is None and plain.folds is None and plain.meta_from is None
+        assert numbers(build_data(replace(cfg, meta_from="val")), "meta") == numbers(folded, "val")
+        folds = data.folds
+        assert data.meta is None and folds is not None and folds.count == 10 and len(folds.number) == 180
+        again = build_data(replace(cfg, meta_from="folds", meta_folds=10), seed=3).folds
+        assert again is not None and torch.equal(again.number, folds.number), "the split_seed draws them"
+        with pytest.raises(InputError, match=r"data.meta_folds must be in \[2, 180\], the training samples, got 181"):
+            build_data(replace(cfg, meta_from="folds", meta_folds=181))
+        with pytest.raises(InputError, match=r"data.fold_meta_into_train=false sets .* data.meta_from=val"):
+            build_data(replace(cfg, meta_from="val", fold_meta_into_train="false"))
+
     def test_only_train_and_meta_are_augmented(self, tmp_path: Path) -> None:
         data = build_data(replace(save(tmp_path / "d.npz"), crop_padding=2, flip=True))
         assert data.meta is not None

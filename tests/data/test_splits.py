@@ -8,7 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metacal.data.splits import Split, Transform, channel_statistics, resolve_size, stratified_draw
+from metacal.data.splits import (
+    Split,
+    Transform,
+    channel_statistics,
+    resolve_size,
+    stratified_draw,
+    stratified_folds,
+)
 from metacal.errors import InputError
 
 
@@ -34,6 +41,25 @@ def test_draw_is_a_stratified_partition(counts: list[int], share: float, seed: i
     quota = np.array(counts) * count / n
     forced = np.abs(np.clip(quota, 1, np.array(counts) - 1) - quota).sum()
     assert (np.abs(taken - quota) <= 1 + forced).all()
+
+
+@given(counts=st.lists(st.integers(1, 30), min_size=2, max_size=6), k=st.integers(2, 12), seed=st.integers(0, 10))
+def test_folds_are_a_stratified_partition_that_is_gone_through_in_turn(counts: list[int], k: int, seed: int) -> None:
+    labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts))
+    n = len(labels)
+    if k > n:
+        with pytest.raises(InputError, match=rf"folds must be in \[2, {n}\], the training samples, got {k}"):
+            stratified_folds(labels, k, np.random.default_rng(seed), "folds")
+        return
+    folds = stratified_folds(labels, k, np.random.default_rng(seed), "folds")
+    turns = [folds.held_out(e).numpy() for e in range(k)]
+    assert sorted(np.concatenate(turns)) == list(range(n))
+    assert min(map(len, turns)) == folds.least and max(map(len, turns)) - folds.least <= 1
+    of_class = np.array([np.bincount(labels[turn], minlength=len(counts)) for turn in turns])
+    assert (of_class.max(0) - of_class.min(0) <= 1).all()
+    for e in range(k + 2):
+        assert (folds.held_out(e).numpy() == turns[e % k]).all()
+        assert sorted([*folds.held_out(e), *folds.others(e)]) == list(range(n))
 
 
 def test_draw_of_equal_classes_is_equal_and_depends_on_the_seed() -> None:

@@ -139,6 +139,25 @@ def test_methods_without_a_meta_split_train_on_it():
         assert torch.equal(p, q)
 
 
+def test_val_and_folds_serve_as_meta(capsys):
+    data, val = blobs(150), blobs(60, 2)
+    steps = {}
+    for keys in ({}, {"meta_from": "val"}, {"meta_from": "folds", "overrides": ["data.meta_folds=4"]}):
+        result = metacal.fit(net(), data, None, val, "gamma_net", **KEYS | {"progress": True} | keys)
+        steps[keys.get("meta_from")] = result.history[-1]["step"]
+        assert ("val serves as meta images too" in capsys.readouterr().out) == (keys.get("meta_from") == "val")
+    assert set(steps.values()) == {12}, "of 150 samples in batches of 50, also where a tenth is set aside"
+    metacal.fit(net(), loader(150, 50), None, loader(60, 60), "gamma_net", meta_from="val", **ONCE)
+    for keys, message in (
+        ({"meta_from": "val", "meta": val}, "meta_from says what serves as meta where none is given"),
+        ({"meta_from": "valid"}, "data.meta_from must be one of train, val, folds"),
+        ({"meta_from": "folds", "train": loader(150, 50)}, "meta must be given when train is a DataLoader"),
+        ({"meta_from": "folds", "overrides": ["data.meta_folds=151"]}, r"data.meta_folds must be in \[2, 150\]"),
+    ):
+        with pytest.raises(InputError, match=message):
+            metacal.fit(net(), **{"train": data, "val": val, "method": "gamma_net"} | ONCE | keys)
+
+
 def test_a_run_folder_on_request(tmp_path):
     metacal.fit(net(), blobs(300), run_dir=tmp_path / "run", **KEYS)
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0

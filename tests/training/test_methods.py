@@ -114,6 +114,36 @@ def test_each_method_trains_and_resumes_bit_for_bit(method: str) -> None:
     assert_same(run(words), run(words, stop_after=4))
 
 
+@pytest.mark.parametrize("method", ["gamma_net", "adafocal"])
+@pytest.mark.parametrize("meta_from", ["val", "folds"])
+def test_no_image_is_lost_to_meta_and_a_stopped_run_goes_on(meta_from: str, method: str) -> None:
+    words = [*SMALL, f"method={method}", f"data.meta_from={meta_from}", "data.meta_folds=3", "epochs=4"]
+    whole = run(words)
+    plain = parts_of([*words, "method=cross_entropy"])[1]
+    assert torch.equal(whole.train.split.labels, plain.train.split.labels)
+    for stop_after in (4, 9):  # in the first and in the second epoch, of six steps
+        assert_same(whole, run(words, stop_after=stop_after))
+
+
+def test_an_epoch_trains_on_all_folds_but_the_one_that_is_meta() -> None:
+    words = [*SMALL, "data.meta_from=folds", "data.meta_folds=3", "data.flip=true", "data.crop_padding=1"]
+    _, parts, _ = parts_of(words)
+    meta, split = parts.meta, parts.train.split
+    meta.with_index = parts.train.with_index = True
+    for epoch in range(4):
+        held_out = {i for batch, _ in zip(meta.again(epoch), range(20)) for i in batch[2].tolist()}
+        trained = {i for batch in parts.train.epoch(epoch) for i in batch[2].tolist()}
+        assert not held_out & trained and held_out | trained == set(range(200))
+        assert len(held_out) in (66, 67)
+    x, _, index = next(meta.again(2))
+    assert len(x) == 16 and torch.equal(x, split.transform(split.storage[index])), "meta images are as they are"
+    for method, meta_from in (("gamma_net", "train"), ("gamma_net", "folds"), ("cross_entropy", "train")):
+        words = [*SMALL, f"method={method}", f"data.meta_from={meta_from}", "data.batch_size=20"]
+        assert len(parts_of(words)[1].train) == 10, "every method takes as many steps an epoch"
+    augmented = parts_of([*words[:-3], "method=gamma_net", "data.flip=true", "data.meta_augment=true"])[1]
+    assert augmented.meta.augment and not parts.meta.augment
+
+
 @pytest.mark.parametrize(
     ("method", "zero", "plain"),
     [
@@ -178,6 +208,9 @@ def test_gradient_descent_takes_the_whole_set_in_parts_of_any_size(method: str) 
         (["optimizer=gd", "penalties.mmce.weight=1"], "penalties.mmce.weight=1.0 does not go with optimizer=gd"),
         (["optimizer=gd", "data.flip=true"], "optimizer=gd descends one function"),
         (["optimizer=gd", "data.mixup=0.2"], "does not go with optimizer=gd"),
+        (["optimizer=gd", "data.meta_from=folds"], "data.meta_from=folds changes the training set at every epoch"),
+        (["data.meta_from=test"], "data.meta_from must be one of train, val, folds, got 'test'"),
+        (["data.meta_folds=1"], "data.meta_folds must be >= 2, got 1"),
     ],
 )
 def test_bad_words_are_refused_before_anything_is_done(words: list[str], match: str) -> None:

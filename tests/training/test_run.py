@@ -161,6 +161,7 @@ def wait_for_checkpoint(process: subprocess.Popen, folder: Path) -> None:
 
 
 STOPPED = [*WORDS, "checkpoint_every=0.2", "epochs=12", "monitor.figures_every=5", "monitor.max_share=null"]
+STOPPED += ["data.meta_from=folds", "data.meta_folds=5", "data.meta_batch_size=16"]
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +196,7 @@ def test_a_run_stopped_while_it_measured_test_logs_nothing_twice(whole, tmp_path
     events = logged_events(stopped)
     assert events == logged_events(whole)
     assert len(events["test/reliability"]) == len(events["test/ece"]) == 1
-    assert [step for step, _ in events["val/reliability"]] == [40, 80, 96]
+    assert [step for step, _ in events["val/reliability"]] == [45, 90, 108]
     assert len(events["gamma/values"]) == 12 and len(events["gamma/against_confidence"]) == 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ def compare_command(argv: Sequence[str]) -> int:
     from metacal.runs.record import find_runs, group_runs, load_runs
 
     runs, left_out = load_runs(find_runs(arguments.runs))
+    runs = [replace(run, epoch=arguments.epoch) for run in runs]
     measures = [name.strip() for name in arguments.measures.split(",")] if arguments.measures else None
     result = judge_groups(
         group_runs(runs),
@@ -89,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--measures", metavar="A,B,...", help="which, by their names in metacal.calibration "
                         "(default: accuracy, the proper scores and the usual calibration errors)")  # fmt: skip
     parser.add_argument("--split", choices=("test", "val"), default="test", help="default: test")
+    parser.add_argument("--epoch", choices=("selected", "last"), default="selected", help="whose predictions: the one "
+                        "that each run selected by val, or its last (default: selected)")  # fmt: skip
     parser.add_argument("--scaling", choices=("none", "temperature", "both"), default="both", help="default: both")
     parser.add_argument("--n-bins", type=int, default=15, metavar="M", help="bins of the binned measures (default: 15)")
     parser.add_argument("--resamples", type=int, default=128, metavar="B", help="behind the tests (default: 128)")

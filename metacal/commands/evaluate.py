@@ -61,7 +61,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--split", choices=("val", "test"), default="test", help="of a run (default: test)")
     parser.add_argument(
-        "--checkpoint", choices=("best", "last"), default="best", help="of a run: least val NLL, or the last epoch's"
+        "--checkpoint", choices=("best", "last"), default="best", help="of a run: the selected epoch's, or the last's"
     )
     parser.add_argument("--n-bins", type=int, default=15, metavar="M", help="bins of the binned measures (default: 15)")
     parser.add_argument(

@@ -22,6 +22,10 @@ def validate(config: Config) -> None:
         InputError: naming the first key at fault, its value and what would be right.
     """
     optimizer_of(config).check("optimizer.")
+    require(
+        config.patience is None or config.select != "last",
+        f"patience={config.patience} needs a value that can stop improving, which select=last has not; leave it out",
+    )
     for rule in (_monitor, _gamma, _smoothing, _outer, _penalties, _whole_set):
         rule(config)
 

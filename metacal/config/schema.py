@@ -40,6 +40,15 @@ class Config:
     method: str = option("metacal", "what trains: see the group")
     seed: int = option(0, "of all that is random", low=0, high=2**63, must="in [0, 2**63]")
     epochs: int = option(30, "passes through the training images", low=1)
+    select: str = option(
+        "nll",
+        "the epoch whose weights are the run's: with the least val NLL or ECE, before or after temperature scaling, "
+        "the highest val accuracy, or the last",
+        choices=("nll", "nll_scaled", "ece", "ece_scaled", "accuracy", "last"),
+    )
+    patience: int | None = option(
+        None, "epochs after the selected one without a better one, after which training ends; null: never", low=1
+    )
     runs: str = option("runs", "the folder of all runs")
     run_dir: str | None = option(None, "the run's own folder; null: by name, overrides and seed")
     resume: str | None = option(None, "a run folder to go on with")

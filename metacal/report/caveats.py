@@ -9,7 +9,7 @@ from typing import Any
 from metacal.runs.record import Group, Run
 from metacal.runs.settings import show_value
 
-__all__ = ["test_note", "unequal_conditions", "unequal_data", "unequal_times", "unread_lines"]
+__all__ = ["fitted_val", "test_note", "unequal_conditions", "unequal_data", "unequal_times", "unread_lines"]
 
 _NAMED = 3  # groups that are named with a value, before "and 9 more"
 
@@ -59,6 +59,8 @@ def unequal_conditions(groups: Sequence[Group]) -> list[str]:
     told = {key for g in groups for key in g.differs}
     out = [
         _unequal("epochs", groups, value("epochs")),
+        _unequal("selection of the epoch (select)", groups, value("select")),
+        _unequal("patience", groups, value("patience")),
         _unequal("model", groups, model),
         _unequal("optimizer", groups, value("optimizer.name")),
         _unequal("augmentation (data.crop_padding)", groups, value("data.crop_padding")),
@@ -90,6 +92,12 @@ def unequal_data(groups: Sequence[Group]) -> list[str]:
                 named = ", ".join(str(run.path) for run in different.values())
                 out.append(f"Not the same {what} images under one configuration of the data: {named}.")
     return out
+
+
+def fitted_val(groups: Sequence[Group]) -> list[str]:
+    """Groups whose val images were also their meta images, for a comparison on val."""
+    fitted = [g.short for g in groups if any(run.summary.get("val_is_fitted") for run in g.runs)]
+    return [f"Val is fitted, not held out, for {', '.join(fitted)}: its images were meta images too."] if fitted else []
 
 
 def unequal_times(groups: Sequence[Group]) -> list[str]:

@@ -218,6 +218,8 @@ class RunComparison:
             notes[0] += f" Mean ± standard deviation over the seeds{which}."
         elif len(seeds) == 1:
             notes[0] += f" Seed {_listed(next(iter(seeds)))}."
+        if any(run.epoch == "last" for g in self.groups for run in g.runs):
+            notes.append("Of the last epoch of each run, not of the one that it selected.")
         if equal := equal_settings(self.groups):
             notes.append("Equal in all: " + ", ".join(f"{k}={show_value(v)}" for k, v in equal.items()) + ".")
         if "temperature" in self.scalings:
@@ -245,6 +247,7 @@ class RunComparison:
         return [
             *caveats.unequal_conditions(self.groups),
             *caveats.unequal_data(self.groups),
+            *(caveats.fitted_val(self.groups) if self.split == "val" else []),
             *caveats.unequal_times(self.groups),
             *caveats.unread_lines(self.groups),
             *(f"Left out: {path}: {reason}." for path, reason in self.left_out),

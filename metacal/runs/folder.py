@@ -6,7 +6,7 @@ metrics.jsonl            a line for each logged step: {"step": …, "epoch": …
 summary.json             written last
 model.pt                 the calibrated model
 checkpoints/             last.pt, best.pt, and epochNNNN.pt of those that are kept
-predictions/             val.npz, test.npz
+predictions/             val.npz, test.npz of the selected epoch; val_last.npz, test_last.npz of the last one
 figures/                 reliability.png, shift.png
 shift.json               what `metacal evaluate --shift` measured
 events.out.tfevents.*    TensorBoard's
@@ -53,8 +53,9 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         return sorted(self.last.parent.glob("*.pt"))
 
-    def predictions(self, split: str) -> Path:
-        return self.path / "predictions" / f"{split}.npz"
+    def predictions(self, split: str, epoch: str = "selected") -> Path:
+        """Of `split`, at the "selected" or the "last" epoch."""
+        return self.path / "predictions" / f"{split}{'_last' if epoch == 'last' else ''}.npz"
 
     def event_files(self) -> list[Path]:
         """TensorBoard's, the oldest first."""

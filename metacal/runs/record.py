@@ -50,12 +50,14 @@ class Run:
             lacks have the default.
         summary: its summary.json.
         watching: dotted key -> value of the rest: device, threads, monitors, folders.
+        epoch: whose predictions and temperature are taken: the "selected" or the "last" one.
     """
 
     path: Path
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
     watching: Mapping[str, Any] = field(default_factory=dict)
+    epoch: str = "selected"
 
     @property
     def folder(self) -> RunFolder:
@@ -86,20 +88,26 @@ class Run:
         Raises:
             InputError: when there are none, the file is damaged, or does not give the numbers of the summary.
         """
-        p = Predictions.load(self.folder.predictions(split))
+        file = self.folder.predictions(split, self.epoch)
+        p = Predictions.load(file)
         if split == "test":
-            was, accuracy = self.summary.get("test/accuracy"), int(p.correct.sum()) / len(p)
+            was, accuracy = self._measured("accuracy"), int(p.correct.sum()) / len(p)
             require(
                 was is None or abs(was - accuracy) < 1e-9,
-                f"predictions/test.npz has an accuracy of {accuracy:.6f} and summary.json of {was}: one was replaced",
+                f"predictions/{file.name} has an accuracy of {accuracy:.6f} and summary.json of {was}: one was "
+                "replaced",
             )
         return p
 
     @property
     def temperature(self) -> float:
         """The temperature that the run fitted on val; NaN if its summary has none."""
-        value = self.summary.get("test/temperature")
+        value = self._measured("temperature")
         return math.nan if value is None else float(value)
+
+    def _measured(self, name: str) -> float | None:
+        """What the summary has of the test split at the epoch."""
+        return self.summary.get(f"{'last' if self.epoch == 'last' else 'test'}/{name}")
 
     @property
     def minutes(self) -> float | None:

@@ -37,7 +37,7 @@ def report(study: Study) -> list[Path]:
         series.setdefault(job.label, []).append(load_series(job.folder))
         curves.setdefault(job.label, p["test"])  # of the first seed
     tables = [
-        _unmarked(methods_table(selected, MEASURES, title="The epoch of the least validation NLL")),
+        _unmarked(methods_table(selected, MEASURES, title="The selected epoch")),
         _unmarked(methods_table(last, MEASURES, title="The last epoch")),
         _costs(selected, series),
     ]

@@ -46,8 +46,7 @@ class Fit:
     """A trained model, with what is needed to use it and to know how true its confidence is.
 
     Attributes:
-        model: the module given to `fit`, holding the weights of the epoch with the least validation NLL, in evaluation
-            mode.
+        model: the module given to `fit`, holding the weights of the selected epoch, in evaluation mode.
         backbone: the same module as `metacal.Backbone`, returning (logits, features).
         gamma: the gamma source, trained; None for losses without gamma.
         scaling: temperature scaling, fitted on val.
@@ -104,6 +103,8 @@ def fit(
     epochs: int | None = None,
     batch_size: int = DataConfig.batch_size,
     seed: int = Config.seed,
+    select: str = Config.select,
+    patience: int | None = Config.patience,
     optimizer: str | torch.optim.Optimizer | None = None,
     lr: float | None = None,
     weight_decay: float | None = None,
@@ -135,6 +136,10 @@ def fit(
             `train`, which this epoch does not train on (docs/data.md). None: as the method's file says, else "train".
         method: a name in `configs/method/`, such as gamma_net, focal, cross_entropy.
         epochs, batch_size, seed: of the training; `batch_size` does not touch a DataLoader.
+        select: the epoch whose weights the model keeps: of the least validation ``"nll"`` or ``"ece"``, these after the
+            one fitted temperature (``"nll_scaled"``, ``"ece_scaled"``), of the highest ``"accuracy"``, or the
+            ``"last"``. Of equal epochs the first.
+        patience: training ends when so many epochs after the selected one have not been better; None: never.
         optimizer: a name in `configs/optimizer/`, such as adamw; or your own over `model.parameters()` (for methods
             that learn their gammas SGD, Adam or AdamW of torch.optim or one of metacal.optim), whose learning rates
             follow the schedule and are afterwards what they were.
@@ -154,7 +159,8 @@ def fit(
         InputError: for input that cannot be used, before training.
         RunError: for a loss, gradient or hypergradient that is not finite.
     """
-    given = {"epochs": epochs, "seed": seed, "data.batch_size": batch_size, "data.meta_from": meta_from}
+    given = {"epochs": epochs, "seed": seed, "select": select, "patience": patience}
+    given |= {"data.batch_size": batch_size, "data.meta_from": meta_from}
     config = _composed(method, overrides, given, optimizer, {"lr": lr, "weight_decay": weight_decay})
     if meta is not None:
         require(meta_from is None, f"meta_from says what serves as meta where none is given, got both ({meta_from!r})")
@@ -257,7 +263,7 @@ def _composed(
     own = isinstance(optimizer, torch.optim.Optimizer)
     for key in settings:
         require(not own, f"{key} cannot be given beside an optimizer of your own: set it there")
-    taken = {"epochs", "seed", "method", "device", *(f"optimizer.{key}" for key in settings)}
+    taken = {"epochs", "seed", "select", "patience", "method", "device", *(f"optimizer.{key}" for key in settings)}
     if isinstance(optimizer, str):
         taken.add("optimizer")
     for word in overrides:

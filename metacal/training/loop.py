@@ -30,6 +30,7 @@ from metacal.runs.folder import RunFolder
 from metacal.training.logging import FIGURE_SHARE, ConsoleLog, RunLog
 from metacal.training.outer_notes import OuterNotes
 from metacal.training.running import RunningMeasures
+from metacal.training.selection import scaled_values, score
 from metacal.training.setup import Parts
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ class Progress:
     step: int = 0
     outer_steps: int = 0
     outer_in_epoch: int = 0  # how many of them in this epoch
-    best_nll: float = math.inf
+    best_score: float = math.inf  # of the selected epoch, see `selection.score`
+    best_nll: float = math.inf  # its val NLL
     best_epoch: int = 0
+    ended: bool = False  # before the last epoch: by patience, or because somebody asked for it
     seconds: float = 0.0  # of training, interruptions left out
     # Sum and count of what the steps reported since the last line of the log.
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -67,7 +70,7 @@ def train(
     stop: Any = None,
     after_validation: Callable[[dict[str, float]], bool] | None = None,
 ) -> tuple[Progress, dict[str, Tensor]]:
-    """Train `parts` as `config` says and return the progress and the weights of the epoch with the least val NLL.
+    """Train `parts` as `config` says and return the progress and the weights of the epoch that `config.select` chooses.
 
     Args:
         folder: where checkpoints go; None keeps everything in memory.
@@ -81,16 +84,16 @@ def train(
         KeyboardInterrupt: when `stop` asked for it; what was done is saved.
     """
     run = _Training(config, parts, watch, log, console, folder, progress or Progress())
-    p, ended = run.p, False
+    p = run.p
     console.start(p.step)
     if config.data.meta_from == "val" and needs_meta(config):
         console.line("val serves as meta images too: its scores are fitted, not held out")
-    while p.epoch < config.epochs and not ended:
+    while p.epoch < config.epochs and not p.ended:
         for x, y in parts.train.epoch(p.epoch, start=p.batch):
             run.step(x, y)
             run.stopping = run.stopping or (stop is not None and stop())
             run.save_if_due()
-        ended = run.end_epoch(after_validation)
+        run.end_epoch(after_validation)
     run.end()
     return p, run.best
 
@@ -98,7 +101,7 @@ def train(
 class _Training:
     """A training under way: what happens at a step, at the end of an epoch, and when a checkpoint is due.
 
-    Attributes: `p`, where it is; `best`, the weights of the epoch with the least val NLL; `stopping`, whether a stop
+    Attributes: `p`, where it is; `best`, the weights of the selected epoch; `stopping`, whether a stop
     was asked for.
     """
 
@@ -200,9 +203,9 @@ class _Training:
             state = complete_state(self.parts, p, self.watch, self.log, self.config_text)
             checkpoint.save(self.folder.last, state)
 
-    def end_epoch(self, after_validation: Callable[[dict[str, float]], bool] | None) -> bool:
-        """Update what learns once an epoch, validate and save, each where it is due. Whether the training ends here."""
-        p, parts, config, folder, ended = self.p, self.parts, self.config, self.folder, False
+    def end_epoch(self, after_validation: Callable[[dict[str, float]], bool] | None) -> None:
+        """Update what learns once an epoch, validate and save, each where it is due."""
+        p, parts, config, folder = self.p, self.parts, self.config, self.folder
         if parts.held_out is not None and parts.gamma is not None:
             parts.gamma.update(predict(parts.backbone, parts.held_out.epoch(p.epoch)))  # type: ignore[operator]
         p.epoch, p.batch, p.outer_in_epoch = p.epoch + 1, 0, 0
@@ -210,14 +213,14 @@ class _Training:
             self.meta_stream = None
         if p.epoch % config.monitor.val_every == 0 or p.epoch == config.epochs:
             self._validate()
-            ended = after_validation is not None and after_validation(dict(self.log.history[-1]))
+            p.ended = config.patience is not None and p.epoch - p.best_epoch >= config.patience
+            p.ended |= after_validation is not None and after_validation(dict(self.log.history[-1]))
         if folder is not None and config.keep_every and p.epoch % config.keep_every == 0:
             _save_weights(folder.checkpoint(p.epoch), parts.backbone.state_dict(), p, self.config_text)
         due = p.epoch * self.per_epoch % self.save_every == 0 or self.save_every < self.per_epoch
         self.owed = self.owed or due
-        if ended or p.epoch == config.epochs or (self.owed and parts.step.resting):
+        if p.ended or p.epoch == config.epochs or (self.owed and parts.step.resting):
             self.save()
-        return ended
 
     def _validate(self) -> None:
         """Measure val, and keep the weights if they are the best so far."""
@@ -226,8 +229,9 @@ class _Training:
             _log_means(p, parts.step.skipped, self.watch, self.log)  # a short epoch has its line too
         with _naming_the_step(p, self.folder, "validation"):
             values = _validate(self.config, p, parts, self.state, self.watch, self.running, self.log)
-        if p.best_epoch == 0 or values["val/nll"] < p.best_nll:
-            p.best_nll, p.best_epoch = values["val/nll"], p.epoch
+        value = score(self.config.select, p.epoch, values)
+        if p.best_epoch == 0 or value < p.best_score:
+            p.best_score, p.best_nll, p.best_epoch = value, values["val/nll"], p.epoch
             self.best = copy.deepcopy(dict(parts.backbone.state_dict()))
             if self.folder is not None:
                 _save_weights(self.folder.best, self.best, p, self.config_text)
@@ -316,6 +320,7 @@ def _validate(
     state.val = predict(parts.backbone, parts.val.epoch(0))
     state.epoch = p.epoch
     values = watch.measure(state, validation=True)
+    values |= scaled_values(config.select, state.val, config.monitor.n_bins)
     if running is not None:
         values |= running.values()
     log.scalars(values, p.step, p.epoch)
@@ -381,7 +386,9 @@ def restore(parts: Parts, watch: Watch, state: Mapping[str, Any], where: str) ->
     parts.step.load_state_dict(state["step"])
     watch.load_state_dict(state["watch"])
     checkpoint.set_rng_state(state["rng"], parts.device)
-    return Progress(**state["progress"])
+    progress = dict(state["progress"])
+    progress.setdefault("best_score", progress["best_nll"])  # older runs selected the least NLL
+    return Progress(**progress)
 
 
 def _save_weights(file: Path, weights: Mapping[str, Tensor], p: Progress, config_text: str) -> None:

@@ -25,6 +25,7 @@ from metacal.errors import InputError, note, require
 from metacal.monitors import MONITORS, Monitor, Watch, Watched
 from metacal.options import made
 from metacal.predict import predict
+from metacal.predictions import Predictions
 from metacal.report.report import Report
 from metacal.report.tables import methods_table
 from metacal.runs import checkpoint
@@ -159,8 +160,11 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
     try:
         with _stop_on_signals() as stop:
             progress, best = train(config, parts, watch, log, console, folder, progress, stop)
+        began = time.perf_counter()
+        last = _at_last_epoch(config, data, parts, folder)
         parts.backbone.load_state_dict(best)
-        summary = _measure(config, data, parts, progress, folder, log)
+        summary = last | _measure(config, data, parts, progress, folder, log)
+        summary |= {"time/test_s": time.perf_counter() - began}
         summary |= {"command": command, "versions": versions(), "parameters": _count(parts)}
         folder.write_summary(summary)
     except KeyboardInterrupt:
@@ -207,15 +211,32 @@ def build_watch(config: Config, parts: Parts) -> Watch:
     return Watch(monitors, None if m.name == "off" else m.max_share)
 
 
+def _predicted(data: Data, parts: Parts) -> dict[str, Predictions]:
+    """Of the weights that `parts` hold now, on val and test."""
+    batches = {"val": parts.val, "test": evaluation_batches(data.test)}
+    return {name: predict(parts.backbone, of_split.epoch(0)) for name, of_split in batches.items()}
+
+
+def _at_last_epoch(config: Config, data: Data, parts: Parts, folder: RunFolder) -> dict[str, float]:
+    """The test split at the last epoch, ``last/…``, with its own temperature and without intervals; saves predictions.
+
+    It is for comparison only: that test is read for it too changes nothing of the run.
+    """
+    predicted = _predicted(data, parts)
+    for name, p in predicted.items():
+        p.save(folder.predictions(name, "last"))
+    report = Report(predicted["test"], predicted["val"], n_bins=config.monitor.n_bins, resamples=0)
+    return {f"last/{name}": value for name, value in report.to_dict().items()}
+
+
 def _measure(
     config: Config, data: Data, parts: Parts, progress: Progress, folder: RunFolder, log: RunLog
 ) -> dict[str, Any]:
     """Fit the temperature on val, read test once, and write predictions, figures and the HParams entry."""
-    start = time.perf_counter()
-    p_val = predict(parts.backbone, parts.val.epoch(0))
-    p_test = predict(parts.backbone, evaluation_batches(data.test).epoch(0))
-    report = Report(p_test, p_val, n_bins=config.monitor.n_bins, resamples=config.monitor.resamples)
-    for name, p in (("val", p_val), ("test", p_test)):
+    predicted = _predicted(data, parts)
+    m = config.monitor
+    report = Report(predicted["test"], predicted["val"], n_bins=m.n_bins, resamples=m.resamples)
+    for name, p in predicted.items():
         p.save(folder.predictions(name))
     deploy.save(deploy.of_run(config, data, parts.backbone, report.temperature or 1.0), folder.model)
     folder.figures.mkdir(exist_ok=True)
@@ -229,12 +250,13 @@ def _measure(
         "seed": config.seed,
         **test,
         "val/nll": progress.best_nll,
+        "select": config.select,
         "best_epoch": progress.best_epoch,
+        "last_epoch": progress.epoch,
         "epochs": config.epochs,
         "steps": progress.step,
         "skipped_steps": parts.step.skipped,
         "time/train_s": progress.seconds,
-        "time/test_s": time.perf_counter() - start,
         "memory/peak_mb": _peak_memory_mb(parts.device),
         "device": str(parts.device),
         "val_is_fitted": data.meta_from == "val",

@@ -75,6 +75,7 @@ def test_refusals_are_one_line_and_status_2(folder, tmp_path, capsys):
         ([str(folder), "--measures", "ece,eec"], "did you mean 'ece'?"),
         ([str(folder), "--baseline", "method=none"], "baseline method=none must pick one of the groups"),
         ([str(folder), "--html", str(tmp_path)], "--html must name a file"),
+        ([str(folder), "--epoch", "last"], "test_last.npz"),
         ([str(folder), "--csv", "missing/a.csv"], "the folder missing does not exist"),
         (
             [str(folder), "--markdown", "rep.txt"],
@@ -98,18 +99,22 @@ def test_all_unfinished_says_why_each_is(tmp_path, capsys):
 
 
 def test_runs_of_the_trainer_can_be_compared(tmp_path, capsys):
-    words = ["method=cross_entropy", "baselines=[focal]", "epochs=1", "monitor.resamples=0", "progress=false"]
-    words += ["model.hidden=[8]", "data.train_size=300", "threads=1"]
+    words = ["method=cross_entropy", "baselines=[focal]", "epochs=3", "monitor.resamples=0", "progress=false"]
+    words += ["model.hidden=[8]", "data.train_size=300", "threads=1", "select=ece"]
     for seed in range(2):
         assert main(["train", *words, f"seed={seed}", f"runs={tmp_path}"]) == 0
     capsys.readouterr()
-    assert main(["compare", f"{tmp_path}/**/seed*", "--json", *FEW]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(g["label"], g["seeds"]) for g in found["groups"]] == [("cross_entropy", [0, 1]), ("focal", [0, 1])]
-    for g in found["groups"]:
-        for i, run in enumerate(g["runs"]):
-            with open(f"{run['path']}/summary.json") as file:
-                summary = json.load(file)
-            for scaling, suffix in (("none", ""), ("temperature", "_scaled")):
-                value = g["measures"][scaling]["ece"]["values"][i]
-                assert value == pytest.approx(summary[f"test/ece{suffix}"], abs=1e-9)
+    ece = {}
+    for epoch, split in (("selected", "test"), ("last", "last")):
+        assert main(["compare", f"{tmp_path}/**/seed*", "--epoch", epoch, "--json", *FEW]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [(g["label"], g["seeds"]) for g in found["groups"]] == [("cross_entropy", [0, 1]), ("focal", [0, 1])]
+        ece[epoch] = [g["measures"]["none"]["ece"]["values"] for g in found["groups"]]
+        for g in found["groups"]:
+            for i, run in enumerate(g["runs"]):
+                with open(f"{run['path']}/summary.json") as file:
+                    summary = json.load(file)
+                for scaling, suffix in (("none", ""), ("temperature", "_scaled")):
+                    value = g["measures"][scaling]["ece"]["values"][i]
+                    assert value == pytest.approx(summary[f"{split}/ece{suffix}"], abs=1e-9)
+    assert ece["selected"] != ece["last"], "select=ece chose an earlier epoch of some run"

@@ -52,7 +52,9 @@ def test_a_run_writes_its_folder(finished):
     for measure in ("accuracy", "nll", "ece", "adaptive_ece", "brier"):
         assert {f"test/{measure}", f"test/{measure}_scaled", f"test/{measure}_low"} <= summary.keys()
     assert summary["versions"]["torch"] == torch.__version__
-    assert summary["data"]["train"] + summary["data"]["meta"] == 300
+    assert summary["data"]["train"] + summary["data"]["meta"] == 300 and summary["data"]["meta_from"] == "train"
+    assert summary["steps"] == 27 and summary["last_epoch"] == 3 and summary["select"] == "nll"
+    assert {"last/nll", "last/nll_scaled", "last/temperature"} <= summary.keys() and not summary["val_is_fitted"]
     assert summary["data"]["fingerprints"].keys() == {"train", "meta", "train_and_meta", "val"}
     assert summary["command"].startswith("metacal train model=cnn")
     splits = {line["split"] for line in lines(finished)}
@@ -110,6 +112,10 @@ def test_evaluate_recomputes_the_table_from_the_checkpoint(finished, capsys, tmp
     again = json.loads(capsys.readouterr().out)
     for name in ("accuracy", "nll", "ece", "ece_scaled", "temperature", "ece_low"):
         assert again[name] == pytest.approx(summary[f"test/{name}"], rel=1e-9)
+    assert main(["evaluate", str(finished), "--json", "--resamples", "0", "--checkpoint", "last"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    for name in ("accuracy", "nll", "ece_scaled", "temperature"):
+        assert again[name] == pytest.approx(summary[f"last/{name}"], rel=1e-9)
     picture = tmp_path / "r.png"
     assert (
         main(["evaluate", str(finished / "predictions" / "test.npz"), "--resamples", "0", "--figure", str(picture)])
@@ -198,6 +204,26 @@ def test_a_run_stopped_while_it_measured_test_logs_nothing_twice(whole, tmp_path
     assert len(events["test/reliability"]) == len(events["test/ece"]) == 1
     assert [step for step, _ in events["val/reliability"]] == [45, 90, 108]
     assert len(events["gamma/values"]) == 12 and len(events["gamma/against_confidence"]) == 3
+
+
+def test_patience_ends_a_run_and_a_resume_does_not_go_on(tmp_path, capsys):
+    folder, stopped = tmp_path / "run", tmp_path / "stopped"
+    words = ["train", "epochs=9", "patience=2", "select=accuracy", "monitor.resamples=0", "data.meta_from=val"]
+    words += ["data.train_size=200", "model.hidden=[8]", "optimizer.lr=0", "threads=1"]
+    assert main([*words, f"run_dir={folder}"]) == 0
+    assert capsys.readouterr().out.count("val s") == 2, "at the start and beside the folder: val scores are fitted"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["best_epoch"], summary["last_epoch"], summary["epochs"]) == (1, 3, 9)
+    assert summary["last/nll"] == summary["test/nll"] and summary["steps"] == 3
+    assert summary["val_is_fitted"] and summary["data"]["train"] == 200 and summary["data"]["meta"] == 0
+    shutil.copytree(folder, stopped)
+    (stopped / "summary.json").unlink()
+    assert main(["train", f"resume={stopped}"]) == 0
+    assert_same_run(folder, stopped)
+    capsys.readouterr()
+    assert main(["compare", str(folder), "--epoch", "last", "--split", "val", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "Of the last epoch of each run" in out and "Val is fitted, not held out, for metacal" in out
 
 
 def test_an_interrupted_run_goes_on_only_under_its_own_config(finished, tmp_path, capsys):

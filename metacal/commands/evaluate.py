@@ -59,7 +59,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "what", nargs="+", metavar="RUN|FILE.npz", help="run folders, or arrays logits|probs and labels"
     )
-    parser.add_argument("--split", choices=("val", "test"), default="test", help="of a run (default: test)")
+    parser.add_argument("--split", choices=("train", "val", "test"), default="test", help="of a run; train: the images that "
+                        "it trained on, without augmentation (default: test)")  # fmt: skip
     parser.add_argument(
         "--checkpoint", choices=("best", "last"), default="best", help="of a run: the selected epoch's, or the last's"
     )
@@ -106,13 +107,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             ("--ensemble", arguments.ensemble),
             ("--figure", arguments.figure),
             ("--resamples", arguments.resamples is not None),
-            ("--split val", arguments.split == "val"),
+            (f"--split {arguments.split}", arguments.split != "test"),
         ):
             require(
                 not given, f"{name} does not go with --shift, which draws its own figure of test, without intervals"
             )
         require(count == 1, f"--shift goes with one RUN, got {count}")
         _check_shift(arguments)
+    require(
+        not arguments.ensemble or arguments.split != "train",
+        "--split train does not go with --ensemble: members may have trained on different images",
+    )
     require(not arguments.ensemble or count >= 2, f"--ensemble needs at least two RUNs or FILEs, got {count}")
     if arguments.ensemble:
         places = [Path(what).resolve() for what in arguments.what]
@@ -164,8 +169,9 @@ def _report(what: str, arguments: argparse.Namespace) -> Report:
     keys = {"n_bins": arguments.n_bins, "resamples": arguments.resamples}
     if Path(what).is_file():
         return Report(Predictions.load(what), split=Path(what).stem, **keys)
-    predictions = predict_run(what, arguments.device, arguments.checkpoint)
-    val = predictions["val"] if arguments.split == "test" else None
+    splits = {"val", arguments.split}
+    predictions = predict_run(what, arguments.device, arguments.checkpoint, splits)
+    val = predictions["val"] if arguments.split != "val" else None
     return Report(predictions[arguments.split], val, split=arguments.split, **keys)
 
 

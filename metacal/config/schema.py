@@ -39,7 +39,7 @@ class Config:
     name: str = option("default", "the experiment: runs/<name>/<method and overrides>/seed<seed>")
     method: str = option("metacal", "what trains: see the group")
     seed: int = option(0, "of all that is random", low=0, high=2**63, must="in [0, 2**63]")
-    epochs: int = option(30, "passes through the training images", low=1)
+    epochs: int = option(30, "passes through the training images, in as many steps for every method", low=1)
     select: str = option(
         "nll",
         "the epoch whose weights are the run's: with the least val NLL or ECE, before or after temperature scaling, "

@@ -12,7 +12,7 @@ import numpy as np
 from metacal.errors import require, require_choice
 from metacal.report import caveats
 from metacal.report.significance import Difference, Sampled
-from metacal.report.tables import Cell, Column, Range, Table, central, column_of, summarise
+from metacal.report.tables import Cell, Column, Range, Table, budgets, central, column_of, summarise
 from metacal.runs.record import Group, LeftOut
 from metacal.runs.settings import equal_settings, name_first, show_value
 
@@ -222,6 +222,7 @@ class RunComparison:
             notes.append("Of the last epoch of each run, not of the one that it selected.")
         if equal := equal_settings(self.groups):
             notes.append("Equal in all: " + ", ".join(f"{k}={show_value(v)}" for k, v in equal.items()) + ".")
+        notes += budgets({g.short: [run.summary for run in g.runs] for g in self.groups})
         if "temperature" in self.scalings:
             notes.append("Scaling: one temperature for each run, which it fitted on its val split by NLL.")
         if len(self.groups) > 1:

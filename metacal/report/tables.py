@@ -31,6 +31,7 @@ __all__ = [
     "Range",
     "Spread",
     "Table",
+    "budgets",
     "central",
     "column_of",
     "is_scaled",
@@ -261,7 +262,34 @@ def methods_table(
     counts = sorted({len(s) for s in seeds.values()})
     if counts[-1] > 1:
         notes.append(f"Mean ± standard deviation over {' or '.join(map(str, counts))} runs.")
+    notes += budgets(seeds)
     return Table(columns, rows, "method", title, notes, best_within=0 if has_scaled else None)
+
+
+def budgets(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """A line on how many images each method trained on and in how many optimizer steps, by its runs' summaries.
+
+    Nothing where these do not tell.
+    """
+
+    def span(values: Sequence[int]) -> str:
+        low, high = min(values), max(values)
+        return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+    def told(runs: Sequence[Mapping[str, Any]]) -> str:
+        data = [run["data"] for run in runs]
+        aside = span([d.get("meta") or 0 for d in data])
+        of_meta = {"val": ", with val as meta images", "folds": ", a fold of which is meta at each epoch"}
+        more = of_meta.get(data[0].get("meta_from") or "", "" if aside == "0" else f" beside {aside} meta images")
+        return f"{span([d['train'] for d in data])} images{more}, in {span([run['steps'] for run in runs])} steps"
+
+    if not all("steps" in run and run.get("data", {}).get("train") for runs in summaries.values() for run in runs):
+        return []
+    who: dict[str, list[str]] = {}
+    for name, runs in summaries.items():
+        who.setdefault(told(runs), []).append(name)
+    parts = [budget + (f" ({', '.join(names)})" if len(who) > 1 else "") for budget, names in who.items()]
+    return [f"Trained on {'; '.join(parts)}."]
 
 
 def _look_up(results: Mapping[str, float], name: str, split: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,14 +60,16 @@ def load_run(path: str | Path, device_name: str = "auto", which: str = "best") -
     return SavedRun(config, data, backbone)
 
 
-def predict_run(path: str | Path, device_name: str = "auto", which: str = "best") -> dict[str, Predictions]:
-    """Predictions of a run's best (or last) checkpoint on its val and test splits.
+def predict_run(
+    path: str | Path, device_name: str = "auto", which: str = "best", splits: Collection[str] = ("val", "test")
+) -> dict[str, Predictions]:
+    """Predictions of a run's best (or last) checkpoint on its splits, of train, val and test, without augmentation.
 
     Raises:
         InputError: as `load_run`.
     """
     _, data, backbone = load_run(path, device_name, which)
-    return {split.name: predict(backbone, evaluation_batches(split).epoch(0)) for split in (data.val, data.test)}
+    return {name: predict(backbone, evaluation_batches(getattr(data, name)).epoch(0)) for name in splits}
 
 
 def load(path: str | Path, model: nn.Module | None = None, device: str | torch.device = "cpu") -> CalibratedModel:

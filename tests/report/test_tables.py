@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from metacal.errors import InputError
-from metacal.report.tables import Column, Range, Spread, Table, column_of, methods_table, summarise
+from metacal.report.tables import Column, Range, Spread, Table, budgets, column_of, methods_table, summarise
 
 TABLE = Table(
     [column_of("accuracy"), column_of("ece"), Column("note", "A & B")],
@@ -134,6 +134,21 @@ def test_comparison_of_several_seeds():
     table = methods_table({"a": [{"nll": 1.0, "ece": 0.1}, {"nll": 2.0}]}, measures=("nll", "ece"))
     assert table.rows[0][1] == [Spread(1.5, pytest.approx(math.sqrt(0.5)))]  # no ECE for a mean of half of the seeds
     assert "over 2 runs" in table.notes[-1]
+
+
+def test_images_and_steps_of_each_method_are_said_below_the_table():
+    def run(steps, **data):
+        return RUN | {"steps": steps, "data": data}
+
+    plain = [run(27, train=300, meta=0), run(18, train=300, meta=0)]
+    runs = {"focal": plain, "brier": plain, "ours": run(27, train=1270, meta=30, meta_from="train")}
+    plain_text = "300 images, in 18 to 27 steps (focal, brier)"
+    ours = "1,270 images beside 30 meta images, in 27 steps (ours)"
+    assert methods_table(runs).notes[-1] == f"Trained on {plain_text}; {ours}."
+    folds = run(27, train=300, meta=0, meta_from="folds")
+    (line,) = budgets({"ours": [folds]})
+    assert line == "Trained on 300 images, a fold of which is meta at each epoch, in 27 steps."
+    assert budgets({"ours": [folds], "older": [RUN]}) == []
 
 
 def test_summarise():

@@ -11,6 +11,7 @@ from metacal.config.compose import compose, config_dir, to_yaml
 from metacal.config.help import key_table, train_help
 from metacal.config.schema import keys
 from metacal.errors import InputError
+from metacal.training.setup import build_objective
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,32 @@ def test_a_runs_own_config_is_a_valid_input(tmp_path):
         compose(["method=cross_entropy"], file)
     with pytest.raises(InputError, match="does not exist"):
         compose([], tmp_path / "none.yaml")
+
+
+def test_a_sum_of_terms_replaces_the_one_of_a_file(tmp_path):
+    published = compose(["method=meta_calibration"])
+    assert published.meta.objective == {"nll": 1.0, "dece": 0.5} and not published.data.meta_augment
+    sum_of_two = "meta.objective={sece: 1, brier: {weight: 0.5}}"
+    replaced = compose(["method=meta_calibration", sum_of_two])
+    assert replaced.meta.objective == {"sece": 1, "brier": {"weight": 0.5}}
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(published))
+    assert compose([sum_of_two], file).meta.objective == replaced.meta.objective
+    assert compose(["meta.objective=sece"], file).meta.objective == "sece"
+
+
+def test_a_proper_score_stands_beside_any_objective():
+    def terms(*words):
+        outer = build_objective(compose(words))
+        return {name: (weight, keys) for name, (weight, _, keys) in outer.parts.items()}
+
+    assert terms("meta=dece", "meta.n_bins=10", "meta.proper=nll", "meta.proper_weight=0.2") == {
+        "dece": (1.0, {"n_bins": 10, "t_a": 100.0, "t_b": 0.01, "norm": "l1"}),
+        "nll": (0.2, {}),
+    }
+    assert terms("meta.objective={mmce: 2, skce: 1}", "meta.proper=brier")["brier"] == (1.0, {})
+    with pytest.raises(InputError, match=r"meta.proper=nll is in meta.objective already"):
+        compose(["method=meta_calibration", "meta.proper=nll"])
 
 
 def test_the_table_of_keys_in_the_docs_is_the_schemas():

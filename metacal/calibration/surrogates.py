@@ -49,6 +49,7 @@ __all__ = [
     "SURROGATES",
     "MemoryBank",
     "Outer",
+    "ProperTerm",
     "ReferencePoints",
     "batch_bandwidth",
     "brier",
@@ -149,6 +150,24 @@ class ReferencePoints:
         "samples", "of sece: the meta batch alone, or also a bank of earlier ones", choices=("samples", "bank")
     )
     bank_batches: int = option(8, "meta batches that the bank remembers", low=1)
+
+
+@dataclass
+class ProperTerm:
+    """A proper score beside the objective, which keeps it from being met by predictions that say little."""
+
+    proper: str = option("none", "a proper score that is added to the objective", choices=("none", "nll", "brier"))
+    proper_weight: float = option(1.0, "its weight, beside 1 of an objective by its name", low=0)
+
+    def added(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """The terms of `weights` and the proper one.
+
+        Raises `InputError` where it is among them already.
+        """
+        if self.proper == "none":
+            return dict(weights)
+        require(self.proper not in weights, f"meta.proper={self.proper} is in meta.objective already: give it once")
+        return {**weights, self.proper: self.proper_weight}
 
 
 def build_outer(

@@ -252,7 +252,15 @@ def _with_hydra(words: list[str], config_file: str | None) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from metacal.config.compose import check_config_file, compose, config_dir, explain, register_schema, to_yaml
+    from metacal.config.compose import (
+        check_config_file,
+        compose,
+        config_dir,
+        explain,
+        open_sums,
+        register_schema,
+        to_yaml,
+    )
     from metacal.config.words import check_flags, check_words
 
     check_flags(words, _FLAGS)
@@ -278,7 +286,7 @@ def _with_hydra(words: list[str], config_file: str | None) -> int:
     # Hydra's parser wants the overrides in one piece, wherever its flags stand.
     words.sort(key=lambda word: word.startswith("-") or "=" not in word)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us whole; we print one line of them
-    argv, sys.argv = sys.argv, ["metacal train", *words]
+    argv, sys.argv = sys.argv, ["metacal train", *open_sums(words)]
     try:
         hydra.main(version_base="1.3", config_path=str(path.parent), config_name=path.stem)(task)()
     except (HydraException, OmegaConfBaseException) as error:

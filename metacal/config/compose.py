@@ -11,13 +11,14 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from metacal.config.files import check_config_file
 from metacal.config.resolve import flat, from_plain, to_yaml
-from metacal.config.schema import Config, keys
+from metacal.config.schema import Config, keys, sections
 from metacal.config.words import TORCHVISION, check_words, config_dir, groups, key_of, nearest_key
 from metacal.errors import InputError, did_you_mean, require
 
@@ -28,6 +29,7 @@ __all__ = [
     "config_dir",
     "explain",
     "from_dictionary",
+    "open_sums",
     "register_schema",
     "to_yaml",
 ]
@@ -68,7 +70,7 @@ def compose(overrides: Sequence[str] = (), config_file: str | Path | None = None
             f"{word} says how Hydra runs a grid, not what a run computes: it goes with `metacal train -m`",
         )
     register_schema(overrides)
-    words = [_quoted(word) for word in overrides]
+    words = [_quoted(word) for word in open_sums(overrides)]
     if config_file is None:
         folder, stem = config_dir(), "train"
     else:
@@ -123,8 +125,28 @@ def from_dictionary(node: DictConfig | dict[str, Any], overrides: Sequence[str] 
         raise InputError(explain(error)) from None
     given = None
     if overrides is not None:
+        _put_sums(plain, overrides)
         given = {key_of(word) for word in overrides} | {key for key in flat(plain) if key.startswith("optimizer.")}
     return from_plain(plain, given)
+
+
+def open_sums(words: Sequence[str]) -> list[str]:
+    """The words with ``++`` before weighted sums, whose terms Hydra would else refuse beside those of a file."""
+    return [f"++{word}" if _is_sum(word) and word[0] not in "+~" else word for word in words]
+
+
+def _is_sum(word: str) -> bool:
+    sums = {f"{path}.{section.key}" for path, section in sections().items() if section.sums}
+    return key_of(word) in sums and word.partition("=")[2][:1] == "{"
+
+
+def _put_sums(plain: dict[str, Any], words: Sequence[str]) -> None:
+    """A weighted sum in the words takes the place of the one in a file, to which Hydra has added its terms."""
+    last = {key_of(word): word for word in words}
+    for key, word in last.items():
+        if _is_sum(word):
+            section, _, name = key.rpartition(".")
+            plain[section][name] = OverridesParser.create().parse_override(word).value()
 
 
 def explain(error: Exception, words: Sequence[str] = ()) -> str:

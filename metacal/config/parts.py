@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from metacal.calibration.surrogates import ProperTerm
 from metacal.config.schema import Config
 from metacal.gamma import SOURCES, SmoothingOptions, SourceOptions
 from metacal.losses import LOSSES, takes
@@ -15,7 +16,17 @@ from metacal.optim import OPTIMIZERS, SCHEDULES, OptimizerOptions
 from metacal.options import made
 from metacal.penalties import PENALTIES
 
-__all__ = ["learns", "loss_of", "needs_meta", "optimizer_of", "penalty_of", "schedule_of", "smoothing_of", "source_of"]
+__all__ = [
+    "learns",
+    "loss_of",
+    "needs_meta",
+    "optimizer_of",
+    "outer_terms",
+    "penalty_of",
+    "schedule_of",
+    "smoothing_of",
+    "source_of",
+]
 
 
 def optimizer_of(config: Config) -> OptimizerOptions:
@@ -51,6 +62,12 @@ def loss_of(config: Config) -> Callable[..., Tensor]:
     """The per-sample loss, with its options but for what a source gives."""
     loss = LOSSES[config.loss.name]
     return loss if smoothing_of(config) is not None else made(loss, config.loss)
+
+
+def outer_terms(config: Config) -> dict[str, Any]:
+    """The weights of the outer objective by the names of its terms, the proper one among them."""
+    objective = config.meta.objective
+    return made(ProperTerm, config.meta).added(objective if isinstance(objective, dict) else {objective: 1.0})
 
 
 def penalty_of(config: Config, name: str, **context: Any) -> Penalty:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from metacal.config.parts import needs_meta, optimizer_of, penalty_of, smoothing_of, source_of
+from metacal.config.parts import needs_meta, optimizer_of, outer_terms, penalty_of, smoothing_of, source_of
 from metacal.config.schema import Config
 from metacal.errors import require
 from metacal.losses import LOSSES, SIGNED, takes
@@ -89,6 +89,7 @@ def _smoothing(config: Config) -> None:
 
 def _outer(config: Config) -> None:
     meta, optimizer = config.meta, config.optimizer.name
+    outer_terms(config)
     require(
         meta.inner_steps == 1 or meta.engine == "higher",
         f"meta.inner_steps > 1 needs meta.engine=higher, got {meta.inner_steps} with {meta.engine}",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any, NamedTuple
 
 from metacal.bilevel import ENGINES
-from metacal.calibration.surrogates import SURROGATES, ReferencePoints
+from metacal.calibration.surrogates import SURROGATES, ProperTerm, ReferencePoints
 from metacal.data.options import DataConfig
 from metacal.errors import require, require_choice
 from metacal.gamma import SOURCES, SmoothingOptions
@@ -163,6 +163,7 @@ class Section(NamedTuple):
 
 def sections() -> dict[str, Section]:
     """The sections by their path, in order. Parts may have been added since the last call."""
+    outer = (OuterKeys, ReferencePoints, ProperTerm)
     return {
         "data": Section((DataConfig,)),
         "model": Section((ModelConfig,)),
@@ -171,7 +172,7 @@ def sections() -> dict[str, Section]:
         **{f"penalties.{name}": Section((Weighting, part)) for name, part in PENALTIES.items()},
         "optimizer": Section((Clipping,), "name", "sgd", OPTIMIZERS, "the backbone's optimizer"),
         "schedule": Section((Warmup,), "name", "cosine", SCHEDULES, "the learning rate over training, a factor of lr"),
-        "meta": Section((OuterKeys, ReferencePoints), "objective", "sece", SURROGATES, "what is minimised", sums=True),
+        "meta": Section(outer, "objective", "sece", SURROGATES, "what is minimised", sums=True),
         "monitor": Section((WatchKeys, *MONITORS.values())),
     }
 

@@ -120,7 +120,7 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
             name,
             stored[name],
             torch.from_numpy(labels).to(device),
-            augmented if name in ("train", "meta") else plain,
+            augmented if name == "train" or (name == "meta" and cfg.meta_augment) else plain,
             workers=cfg.workers if stream else 0,
         )
         for name, (_, labels) in parts.items()

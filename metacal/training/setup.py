@@ -19,6 +19,7 @@ from metacal.config.parts import (
     loss_of,
     needs_meta,
     optimizer_of,
+    outer_terms,
     penalty_of,
     smoothing_of,
     source_of,
@@ -305,7 +306,7 @@ def build_gamma(config: Config, backbone: Backbone, train: AnyBatches) -> nn.Mod
 def build_objective(config: Config) -> Outer:
     """The outer objective `(logits, labels) -> scalar`: a surrogate by name, or a weighted sum of them."""
     m = config.meta
-    terms = m.objective if isinstance(m.objective, dict) else {m.objective: 1.0}
+    terms = outer_terms(config)
     known = {name for term in terms for name in options_of(SURROGATES[term])}
     keys: dict[str, Any] = {name: value for name, value in vars(m).items() if name in known}
     return build_outer(terms, reference_points=m.reference_points, bank_size=m.bank_batches, **keys)

@@ -126,6 +126,8 @@ class TestSplits:
         for split, padding in ((data.train, 2), (data.meta, 2), (data.val, 0), (data.test, 0)):
             assert split.transform is not None
             assert (split.transform.crop_padding, split.transform.flip) == (padding, padding > 0)
+        data = build_data(replace(save(tmp_path / "d.npz"), crop_padding=2, flip=True, meta_augment=False))
+        assert data.meta is not None and data.meta.transform == data.val.transform
 
 
 class TestNormalization:

@@ -1,11 +1,14 @@
-"""The inner problem: per-sample loss + gamma source + penalties = what the backbone minimises."""
+"""The inner problem: per-sample loss + gamma source + class weights + penalties = what the backbone minimises."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from metacal import losses
@@ -13,10 +16,21 @@ from metacal.errors import require
 from metacal.options import check_options, option
 from metacal.penalties.part import Penalty
 
-__all__ = ["Loss", "Penalty", "Term", "Weighting", "build_loss", "build_penalties"]
+__all__ = [
+    "ClassWeighting",
+    "Loss",
+    "Penalty",
+    "Term",
+    "Weighting",
+    "build_loss",
+    "build_penalties",
+    "class_weights",
+]
 
 Loss = Callable[..., Tensor]
 """`(logits (N, K), labels (N,)[, gamma]) -> (N,)`."""
+
+_WEIGHTS = "none, balanced, or a list of numbers > 0, one for each class"
 
 
 @dataclass
@@ -51,6 +65,56 @@ class Term:
             return 0.0
         ramp = min(1.0, epoch / self.ramp) if self.ramp > 0 else 1.0
         return self.weight * self.every * ramp
+
+
+@dataclass
+class ClassWeighting:
+    """Which weights the classes have in the mean of the loss, by `class_weights`."""
+
+    class_weight: Any = option(
+        "none",
+        "weights of the classes in the mean loss: none, balanced (n / (K n_k)), or a list",
+        valid=lambda spec: spec in ("none", "balanced") if isinstance(spec, str) else _positive(spec),
+        must=_WEIGHTS,
+    )
+
+
+def class_weights(
+    spec: Any, n_classes: int, labels: Tensor | None = None, names: Sequence[str] | None = None
+) -> Tensor | None:
+    """Weights w_k > 0 of the classes `(K,)`, with which the loss of a batch is Σ_i w_{y_i} ℓ_i / Σ_i w_{y_i}.
+
+    That is the mean of `torch.nn.functional.cross_entropy(weight=w)`, for any of the losses.
+
+    Args:
+        spec: None or "none"; "balanced", n / (K n_k) over the K classes that occur in `labels`, as scikit-learn has it,
+            1 for a class that does not; K numbers; or some of them by class, an index or a name of `names`, the others
+            being 1.
+        labels: of the training samples `(n,)`, which "balanced" counts.
+
+    Raises `InputError` for anything else.
+    """
+    if spec is None or (isinstance(spec, str) and spec == "none"):
+        return None
+    if isinstance(spec, str):
+        require(spec == "balanced", f"class_weight must be {_WEIGHTS}, got {spec!r}")
+        require(
+            labels is not None,
+            "class_weight='balanced' counts the training labels, which are not known here (a DataLoader does not show "
+            "them): give one number for each class",
+        )
+        assert labels is not None
+        counts = torch.bincount(labels.cpu(), minlength=n_classes).double()
+        balanced = len(labels) / (int((counts > 0).sum()) * counts)
+        return torch.where(counts > 0, balanced, 1.0)
+    numbers = _by_class(spec, n_classes, names) if isinstance(spec, Mapping) else spec
+    listed = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+    require(_positive(listed), f"class_weight must be {_WEIGHTS}, got {spec!r}")
+    require(
+        len(listed) == n_classes,
+        f"class_weight must have one number for each of {n_classes} classes, got {len(listed)}",
+    )
+    return torch.tensor(listed, dtype=torch.float64)
 
 
 def build_loss(spec: str | Loss, source: object | None) -> Loss:
@@ -103,3 +167,22 @@ def _term(name: str, penalty: Penalty, weight: float) -> Term:
         f"penalties[{name!r}] must have a weight >= 0 and finite, got {weight}",
     )
     return Term(penalty, float(weight))
+
+
+def _positive(spec: Any) -> bool:
+    """Whether it is a list of numbers > 0."""
+    return isinstance(spec, (list, tuple)) and all(
+        isinstance(w, Real) and not isinstance(w, bool) and 0 < w < math.inf for w in spec
+    )
+
+
+def _by_class(weights: Mapping[Any, float], n_classes: int, names: Sequence[str] | None) -> list[float]:
+    """One weight a class, 1 where there is none."""
+    index = {k: k for k in range(n_classes)} | {name: k for k, name in enumerate(names or ())}
+    for key in weights:
+        require(
+            key in index,
+            f"class_weight must name classes, one of {', '.join(map(str, names or range(n_classes)))}, got {key!r}",
+        )
+    given = {index[key]: weight for key, weight in weights.items()}
+    return [given.get(k, 1.0) for k in range(n_classes)]

@@ -16,9 +16,10 @@ from metacal.bilevel.unrolled import HIGHER, Unroller, check_unrollable
 from metacal.bilevel.window import OneStep
 from metacal.errors import InputError, require
 from metacal.network import Network
+from metacal.objective import class_weights
 from metacal.optim.transpose import check_supported
 
-__all__ = ["build_window", "check_parameters", "check_parts"]
+__all__ = ["build_window", "check_parameters", "check_parts", "on_backbone"]
 
 
 def build_window(
@@ -51,6 +52,15 @@ def build_window(
     if horizon > 1:
         return Horizon(inner, optimizer, clip_norm, horizon, decay)
     return OneStep(inner, optimizer, passes, clip_norm, steps=1)
+
+
+def on_backbone(network: Network, class_weight: Sequence[float] | Tensor | None) -> Tensor | None:
+    """The weights of the classes in the precision and on the device of the network; None without any."""
+    if class_weight is None:
+        return None
+    weights, first = class_weights(class_weight, len(class_weight)), network.params[0]
+    assert weights is not None
+    return weights.to(first.device, first.dtype)
 
 
 def check_parameters(

@@ -2,8 +2,8 @@
 
     L(θ) = 1/n Σ_i ℓ(z_i(θ), y_i, γ_i) + Σ_j λ_j R_j(θ)
 
-γ is a constant in ∇_θ L. `MetaStep` takes the optimizer's step on that gradient and, where an outer part is due, goes
-on from the recorded passes.
+With weights w of the classes the mean is Σ_i w_{y_i} ℓ_i / Σ_i w_{y_i}. γ is a constant in ∇_θ L. `MetaStep` takes the
+optimizer's step on that gradient and, where an outer part is due, goes on from the recorded passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,8 @@ class Batch:
     """A training batch at its step, or a part of one.
 
     other, weight: of a mixed batch, the other labels and the weight of the first. start, total: the place of its first
-    sample in the whole batch, and how many that has; None: it is the whole.
+    sample in the whole batch, and how many that has; None: it is the whole. class_weight: the mean of its samples'
+    class weights over the whole batch; None: there are none.
     """
 
     x: Tensor
@@ -81,15 +82,14 @@ class Batch:
     weight: float = 1.0
     start: int = 0
     total: int | None = None
+    class_weight: Tensor | None = None
 
     def parts(self, size: int | None) -> list[Batch]:
         """At most `size` samples each; None: the whole."""
         if size is None or size >= len(self.x):
             return [self]
         starts, pairs = range(0, len(self.x), size), zip(self.x.split(size), self.y.split(size))
-        return [
-            Batch(x, y, self.count, self.epoch, start=start, total=len(self.x)) for start, (x, y) in zip(starts, pairs)
-        ]
+        return [replace(self, x=x, y=y, start=start, total=len(self.x)) for start, (x, y) in zip(starts, pairs)]
 
 
 @dataclass
@@ -122,26 +122,46 @@ class Inner:
         penalties: Mapping[str, Term],
         autocast: torch.dtype | None = None,
         mix: Mix | None = None,
+        class_weight: Tensor | None = None,
     ) -> None:
         self.network, self.loss, self.source, self.penalties = network, loss, source, dict(penalties)
-        self.autocast, self.mix = autocast, mix
+        self.autocast, self.mix, self.class_weight = autocast, mix, class_weight
         self.details: set[str] = set()
 
     def batch(self, x: Tensor, y: Tensor, count: int, epoch: float) -> Batch:
         """The batch as it is trained on: mixed, where batches are."""
         if self.mix is None:
-            return Batch(x, y, count, epoch)
-        x, y, other, weight = self.mix(x, y, count)
-        return Batch(x, y, count, epoch, other, weight)
+            batch = Batch(x, y, count, epoch)
+        else:
+            x, y, other, weight = self.mix(x, y, count)
+            batch = Batch(x, y, count, epoch, other, weight)
+        if self.class_weight is None:
+            return batch
+        check_labels(y, self.class_weight)
+        of_samples = self.class_weight[y]
+        if batch.other is not None:
+            of_samples = batch.weight * of_samples + (1 - batch.weight) * self.class_weight[batch.other]
+        return replace(batch, class_weight=of_samples.mean())
 
     # -- the terms -----------------------------------------------------------------------------------------------
 
     def losses(self, batch: Batch, logits: Tensor, gamma: Tensor | None) -> Tensor:
-        """ℓ of each sample `(N,)`, a graph in the logits and in gamma."""
+        """ℓ of each sample `(N,)`, a graph in the logits and in gamma.
+
+        With class weights those of the whole batch are scaled to a mean of 1, so that the mean of these values, over
+        parts of the batch too, is Σ_i w_{y_i} ℓ_i / Σ_i w_{y_i}.
+        """
         more = () if gamma is None else (gamma,)
         if batch.other is None:
-            return self.loss(logits, batch.y, *more)
-        return mixed_loss(self.loss, logits, batch.y, batch.other, batch.weight, *more)
+            values = self._of_labels(logits, batch.y, *more)
+        else:
+            values = mixed_loss(self._of_labels, logits, batch.y, batch.other, batch.weight, *more)
+        return values if batch.class_weight is None else values / batch.class_weight
+
+    def _of_labels(self, logits: Tensor, labels: Tensor, *more: Tensor) -> Tensor:
+        """ℓ of each sample, times the weight of its class."""
+        values = self.loss(logits, labels, *more)
+        return values if self.class_weight is None else values * self.class_weight[labels].to(values.dtype)
 
     def gamma(
         self, batch: Batch, logits: Tensor, seen: Tensor | None, grad: bool, observe: bool = True
@@ -216,6 +236,12 @@ class Inner:
             run, layer = self._forward(batch.x, engine.record if record else partial(Pass, engine))
             seen = layer.features(run.features, len(batch.x))
             check_labels(batch.y, run.logits)
+            if self.class_weight is not None:
+                k = run.logits.shape[-1]
+                require(
+                    len(self.class_weight) == k,
+                    f"class_weight must have one number for each of {k} logits, got {len(self.class_weight)}",
+                )
             gamma = self.gamma(batch, run.logits, seen, record, observe)
             mean = self.losses(batch, run.logits, None if gamma is None else gamma.detach()).mean()
             total = self.penalised(mean, batch, self.network.trained, run.logits, run.features, report)

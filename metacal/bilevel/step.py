@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from metacal.bilevel.build import build_window, check_parameters, check_parts
+from metacal.bilevel.build import build_window, check_parameters, check_parts, on_backbone
 from metacal.bilevel.engines import ENGINES
 from metacal.bilevel.inner import (
     Batch,
@@ -72,6 +72,8 @@ class MetaStep:
         horizon_decay: ρ in (0, 1], a discount on older steps: what reaches φ through j further steps counts ρ^j.
         mix: `(x, y, step) -> (x_mixed, y, y_other, weight)` for training batches: the loss is then
             weight · ℓ(y) + (1 − weight) · ℓ(y_other), while sources, penalties and `last` have y as the labels.
+        class_weight: one number > 0 for each class: the mean of the loss is then Σ_i w_{y_i} ℓ_i / Σ_i w_{y_i}, as
+            cross_entropy(weight=…) of PyTorch has it. Penalties and the outer objective stay as they are.
 
     Attributes: `epoch`, may be fractional, which the loop sets and gamma sources read; `count`, steps so far;
     `skipped`; `last`.
@@ -99,6 +101,7 @@ class MetaStep:
         mix: Mix | None = None,
         horizon: int = 1,
         horizon_decay: float = 1.0,
+        class_weight: Sequence[float] | Tensor | None = None,
     ) -> None:
         require_choice("engine", engine, (*ENGINES, TANGENT, HIGHER))
         require_choice("nonfinite", nonfinite, ("raise", "skip"))
@@ -113,7 +116,8 @@ class MetaStep:
         check_parameters(self.network, optimizer, gamma_net, meta_optimizer, engine)
         self.outer = outer if isinstance(outer, Outer) else build_outer(outer)
         terms = build_penalties(penalties)
-        self.inner = Inner(self.network, build_loss(loss, gamma_net), gamma_net, terms, autocast, mix)
+        per_sample, weights = build_loss(loss, gamma_net), on_backbone(self.network, class_weight)
+        self.inner = Inner(self.network, per_sample, gamma_net, terms, autocast, mix, weights)
         self.penalties = self.inner.penalties
         check_parts(self.inner, engine, meta_optimizer, chunk)
         self.window = build_window(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from metacal.bilevel.inner import Batch, Gradient, Inner
+from metacal.bilevel.inner import Gradient, Inner
 from metacal.bilevel.passes import Engine
 from metacal.bilevel.state import Snapshot, preserved
 from metacal.bilevel.window import OuterPart, full
@@ -202,7 +202,7 @@ class Unroller:
         def loss(model: nn.Module, i: int) -> Tensor:
             step = window.steps[i]
             step.random.restore()
-            batch = Batch(step.x, step.y, step.count, step.epoch)
+            batch = inner.batch(step.x, step.y, step.count, step.epoch)
             logits, features = outputs_of(model(batch.x))
             gamma = inner.gamma(batch, logits, features, grad=True)
             return inner.penalised(inner.losses(batch, logits, gamma).mean(), batch, model, logits, features)

@@ -20,7 +20,7 @@ from metacal.gamma import SOURCES, SmoothingOptions
 from metacal.losses import LOSSES
 from metacal.models.options import ModelConfig
 from metacal.monitors import MONITORS
-from metacal.objective import Weighting
+from metacal.objective import ClassWeighting, Weighting
 from metacal.optim import OPTIMIZERS, SCHEDULES
 from metacal.optim.schedule import Warmup
 from metacal.options import Described, Option, check_value, converted, option, options_of
@@ -167,7 +167,9 @@ def sections() -> dict[str, Section]:
     return {
         "data": Section((DataConfig,)),
         "model": Section((ModelConfig,)),
-        "loss": Section((SmoothingOptions,), "name", "focal", LOSSES, "the per-sample loss", of_method=True),
+        "loss": Section(
+            (SmoothingOptions, ClassWeighting), "name", "focal", LOSSES, "the per-sample loss", of_method=True
+        ),
         "gamma": Section((), "source", "fixed", SOURCES, "where the gammas come from", of_method=True),
         **{f"penalties.{name}": Section((Weighting, part)) for name, part in PENALTIES.items()},
         "optimizer": Section((Clipping,), "name", "sgd", OPTIMIZERS, "the backbone's optimizer"),

@@ -22,12 +22,13 @@ from metacal.deploy import CalibratedModel
 from metacal.errors import did_you_mean, require
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode, training_mode
+from metacal.objective import class_weights
 from metacal.penalties import Pixels
 from metacal.predict import predict
 from metacal.predictions import Predictions
 from metacal.report.report import Report
 from metacal.runs.folder import RunFolder
-from metacal.training.fit_data import evaluation_data, prepare_fit
+from metacal.training.fit_data import FitData, evaluation_data, prepare_fit
 from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import Progress
 from metacal.training.loop import train as train_loop
@@ -108,6 +109,7 @@ def fit(
     optimizer: str | torch.optim.Optimizer | None = None,
     lr: float | None = None,
     weight_decay: float | None = None,
+    class_weight: str | Sequence[float] | Mapping[Any, float] | None = None,
     freeze: str | Sequence[str] = (),
     callbacks: Sequence[Callable[[dict[str, float]], Any]] = (),
     pixels: tuple[Sequence[float], Sequence[float]] | None = None,
@@ -144,6 +146,8 @@ def fit(
             that learn their gammas SGD, Adam or AdamW of torch.optim or one of metacal.optim), whose learning rates
             follow the schedule and are afterwards what they were.
         lr, weight_decay: of the optimizer by its name.
+        class_weight: of the classes in the mean of the loss, Σ_i w_{y_i} ℓ_i / Σ_i w_{y_i}: "balanced" (n / (K n_k) of
+            the training labels), a number > 0 for each class, or some by class (an index or a name), the others 1.
         freeze: names of modules, as in `model.named_modules()`, that this training leaves as they are: their parameters
             get no gradient, BatchNorm and Dropout in them are in evaluation mode. So are other modules that are in
             evaluation mode inside a model that is not.
@@ -174,6 +178,8 @@ def fit(
     backbone.to(chosen)
     with training_mode(backbone.net), _frozen(model, freeze), _as_numbers(own):
         data = prepare_fit(config, backbone, train, meta, val)
+        if class_weight is not None:
+            config.loss.class_weight = _as_listed(class_weight, data)
         said = pixels_as_said(pixels, data.kind, chosen)
         parts = build_parts(config, backbone, data.train, data.meta, data.val, optimizer=own, pixels=said)
         done, best, history = _trained(config, parts, run_dir, progress, callbacks)
@@ -194,6 +200,16 @@ def fit(
         config=config,
         _val=p_val,
     )
+
+
+def _as_listed(class_weight: str | Sequence[float] | Mapping[Any, float], data: FitData) -> Any:
+    """Class weights as a config has them: by a rule's name, or one number for each class."""
+    if isinstance(class_weight, str):
+        return class_weight
+    assert data.task.n_classes is not None
+    weights = class_weights(class_weight, data.task.n_classes, names=data.task.class_names)
+    assert weights is not None
+    return weights.tolist()
 
 
 @contextmanager
@@ -263,7 +279,8 @@ def _composed(
     own = isinstance(optimizer, torch.optim.Optimizer)
     for key in settings:
         require(not own, f"{key} cannot be given beside an optimizer of your own: set it there")
-    taken = {"epochs", "seed", "select", "patience", "method", "device", *(f"optimizer.{key}" for key in settings)}
+    taken = {"epochs", "seed", "select", "patience", "method", "device", "loss.class_weight"}
+    taken |= {f"optimizer.{key}" for key in settings}
     if isinstance(optimizer, str):
         taken.add("optimizer")
     for word in overrides:

@@ -31,7 +31,7 @@ from metacal.gamma import Around
 from metacal.mixing import mixup
 from metacal.models import Backbone, build_model
 from metacal.network import coupling_layer
-from metacal.objective import Term
+from metacal.objective import Term, class_weights
 from metacal.options import options_of
 from metacal.penalties import Pixels
 
@@ -168,6 +168,8 @@ def build_parts(
     require(
         not needs_meta(config) or meta is not None, f"method {config.method} sets its gammas by a meta split, got none"
     )
+    labels = train.split.labels if isinstance(train, Batches) else None
+    class_weight = class_weights(config.loss.class_weight, backbone.n_classes, labels)
     with _seeded(config.seed, device):
         gamma = build_gamma(config, backbone, train)
     if gamma is not None:
@@ -182,7 +184,7 @@ def build_parts(
         m = config.meta
         kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[m.optimizer]
         meta_optimizer = kind(gamma.parameters(), lr=m.lr, weight_decay=m.weight_decay)
-    step = _meta_step(config, backbone, gamma, optimizer, meta_optimizer, pixels)
+    step = _meta_step(config, backbone, gamma, optimizer, meta_optimizer, pixels, class_weight)
     if step.chunk is not None:
         _require_divisible(backbone, train, step.chunk)
     if step.penalties:
@@ -202,6 +204,7 @@ def _meta_step(
     optimizer: torch.optim.Optimizer,
     meta_optimizer: torch.optim.Optimizer | None,
     pixels: Pixels | None,
+    class_weight: Tensor | None,
 ) -> MetaStep:
     return MetaStep(
         torch.compile(backbone) if config.compile else backbone,  # type: ignore[arg-type]
@@ -221,6 +224,7 @@ def _meta_step(
         mix=_mix(config),
         horizon=config.meta.horizon,
         horizon_decay=config.meta.horizon_decay,
+        class_weight=class_weight,
     )
 
 

@@ -73,7 +73,12 @@ def test_a_run_of_own_parts_is_trained_logged_compared_and_printed(own, tmp_path
     assert main(["train", *WORDS, f"run_dir={first}"]) == 0
     config = yaml.safe_load((first / "config.yaml").read_text())
     assert config["optimizer"]["floor"] == 0.01 and config["optimizer"]["lr"] == 0.02
-    assert config["loss"] == {"name": "tempered_focal", "learn_smoothing": "no", "temperature": 2.0}
+    assert config["loss"] == {
+        "name": "tempered_focal",
+        "learn_smoothing": "no",
+        "class_weight": "none",
+        "temperature": 2.0,
+    }
     assert config["meta"]["scale"] == 3.0 and "bandwidth" not in config["meta"]
     lines = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
     assert sum("norm" in line for line in lines if line["split"] == "weights") == 3

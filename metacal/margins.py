@@ -20,6 +20,7 @@ from metacal.calibration.measures import ece
 from metacal.errors import InputError, require
 from metacal.modes import evaluation_mode
 from metacal.network import logits_in
+from metacal.pixels import Pixels, to_inputs
 from metacal.predictions import Predictions
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "gamma_min",
     "log_margin_moment",
     "margin_moment",
+    "moment",
     "predicted_margin",
     "robust_margin",
     "true_margin",
@@ -59,13 +61,17 @@ def predicted_margin(logits: Tensor) -> Tensor:
 
 def log_margin_moment(logits: Tensor, labels: Tensor) -> float:
     """log Q = logsumexp_i(−m_i) − log N, finite where Q itself overflows (a margin below −709)."""
-    margin = _exact_margins(logits, labels)
-    return (torch.logsumexp(-margin, dim=0) - math.log(len(margin))).item()
+    return _log_moment(_exact_margins(logits, labels))
 
 
 def margin_moment(logits: Tensor, labels: Tensor) -> float:
     """Q = 1/N Σ_i exp(−m_i), in float64; inf where it exceeds 1.8e308 (see `log_margin_moment`)."""
     return _exp(log_margin_moment(logits, labels))
+
+
+def moment(margin: Tensor) -> float:
+    """1/N Σ_i exp(−m_i) of margins m (N,), robust ones for example, in float64; inf where it exceeds 1.8e308."""
+    return _exp(_log_moment(margin.detach().double()))
 
 
 def gamma_min(logits: Tensor, labels: Tensor) -> float:
@@ -82,6 +88,7 @@ def robust_margin(
     steps: int = 3,
     step_size: float | None = None,
     clip: tuple[float, float] | None = None,
+    pixels: Pixels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The smallest margin within ‖δ‖ <= eps, min_δ m(x_i + δ), estimated twice: (upper (N,), first_order (N,)).
 
@@ -94,10 +101,13 @@ def robust_margin(
 
     Args:
         model: x -> logits (N, K), or (logits, features) as `metacal.Backbone` gives.
-        x: inputs (N, ...), floating point, in the units that eps is in.
+        x: inputs (N, ...), floating point.
         norm: "linf" or "l2" (over all of a sample's entries).
         step_size: of one PGD step; by default eps for one step, else 2.5·eps/steps.
         clip: the valid range of the inputs, which the perturbed ones are kept in; None: no limits.
+        pixels: how inputs are made of pixels, in whose units eps, step_size and clip then are; None: in those of x.
+
+    `moment` of either gives the robust moment Q_ε = 1/N Σ_i exp(−m_ε,i) (arXiv 2604.20614), from below with `upper`.
     """
     require(norm in ("linf", "l2"), f"norm must be 'linf' or 'l2', got {norm!r}")
     require(0 <= eps < math.inf, f"eps must be >= 0, got {eps}")
@@ -111,21 +121,23 @@ def robust_margin(
     # Copies made here are ordinary tensors, also for a caller in inference mode.
     with torch.inference_mode(False), torch.enable_grad(), evaluation_mode(model):
         start, labels = x.detach().clone(), y.detach().clone()
-        at = start
+        mean, std = to_inputs(pixels, start)
+        pixel, centre = start * std + mean, torch.zeros_like(start)
+        delta = centre
         upper: Tensor | None = None
         first_order: Tensor | None = None
         for step in range(steps + 1):
-            at = at.detach().requires_grad_()
-            margin = true_margin(_logits_of(model, at), labels)
+            delta = delta.detach().requires_grad_()
+            margin = true_margin(_logits_of(model, start + delta / std), labels)
             upper = margin.detach() if upper is None else torch.minimum(upper, margin.detach())
             if step == steps:
                 break
-            (slope,) = torch.autograd.grad(margin.sum(), at)
+            (slope,) = torch.autograd.grad(margin.sum(), delta)
             if first_order is None:
                 first_order = margin.detach() - eps * dual_norm(slope, norm).to(margin.dtype)
-            at = descend_in_ball(at.detach(), slope, start, eps, step_size, norm)
+            delta = descend_in_ball(delta.detach(), slope, centre, eps, step_size, norm)
             if clip is not None:
-                at = at.clamp(*clip)
+                delta = (pixel + delta).clamp(*clip) - pixel
     assert upper is not None and first_order is not None
     return upper, first_order
 
@@ -259,6 +271,10 @@ def _exact_margins(logits: Tensor, labels: Tensor) -> Tensor:
 def _logits_of(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     out = logits_in(model(x))
     return out[0] if isinstance(out, tuple) else out
+
+
+def _log_moment(margin: Tensor) -> float:
+    return (torch.logsumexp(-margin, dim=0) - math.log(len(margin))).item()
 
 
 def _exp(x: float) -> float:

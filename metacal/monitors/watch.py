@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from metacal.models.backbone import Backbone
+from metacal.pixels import Pixels
 from metacal.predictions import Predictions
 
 __all__ = ["Charts", "Monitor", "MonitorOptions", "State", "Watch", "Watched"]
@@ -27,6 +28,7 @@ class Watched(NamedTuple):
         subset: "train" or "val" -> the fixed samples (x, y) of it to measure on.
         loss: whose curvature is measured, "cross_entropy" or "mse".
         has_gamma: whether there is a source of gammas. per_epoch: steps of an epoch.
+        pixels: how inputs are made of pixels in [0, 1]; None where that is not known.
     """
 
     keys: Any
@@ -36,6 +38,7 @@ class Watched(NamedTuple):
     per_epoch: int
     batch_size: int
     seed: int
+    pixels: Pixels | None = None
 
 
 @dataclass

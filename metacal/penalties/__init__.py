@@ -28,8 +28,8 @@ from metacal.penalties.margin import (
     robust_margin_tail,
 )
 from metacal.penalties.part import Penalty, PenaltyPart
-from metacal.penalties.pixels import Pixels
 from metacal.penalties.trace import TracePenalty, gn_trace, hessian_trace
+from metacal.pixels import Pixels
 
 __all__ = [
     "PENALTIES",

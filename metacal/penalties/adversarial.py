@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,32 +12,27 @@ from metacal.errors import require
 from metacal.margins import descend_in_ball
 from metacal.options import option
 from metacal.penalties.evaluate import check_batch, logits_of
-from metacal.penalties.part import PenaltyPart
-from metacal.penalties.pixels import NORMS, OUTSIDE, RADIUS, Pixels, check_pixels, to_inputs
+from metacal.penalties.part import InputPart
+from metacal.pixels import NORMS, OUTSIDE, RADIUS, Pixels, to_inputs
 
 __all__ = ["RobustKL", "perturbed", "robust_kl"]
 
 
 @dataclass
-class RobustKL(PenaltyPart):
+class RobustKL(InputPart):
     """`robust_kl` as a penalty."""
 
-    eps: float = option(RADIUS, "radius of the attack, in pixels in [0, 1]", low=0)
-    alpha: float = option(2 / 255, "length of its steps, in pixels in [0, 1]", above=0)
+    eps: float = option(RADIUS, "radius of the attack", low=0)
+    alpha: float = option(2 / 255, "length of its steps", above=0)
     steps: int = option(3, "number of its steps", low=1, must="an integer >= 1")
     norm: str = option("linf", "of the perturbation", choices=NORMS)
-    pixels: Pixels | None = None
-
-    needs_pixels: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_pixels(self.pixels)
 
     def __call__(
         self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
     ) -> Tensor:
-        return robust_kl(model, x, y, self.eps, self.alpha, self.steps, self.norm, self.pixels, logits=logits)
+        return robust_kl(
+            model, x, y, self.eps, self.alpha, self.steps, self.norm, self.pixels, logits=logits, units=self.units
+        )
 
 
 def robust_kl(
@@ -52,6 +46,7 @@ def robust_kl(
     pixels: Pixels | None = None,
     *,
     logits: Tensor | None = None,
+    units: str = RobustKL.units,
 ) -> Tensor:
     """mean_i KL(p(x_i) ‖ p(x_i^adv)) in nats, x^adv = `perturbed(x)`. CalMO (arXiv 2604.20614) weighs it by 0.5.
 
@@ -63,16 +58,17 @@ def robust_kl(
     Args:
         x: (N, C, ...) in [0, 1], or normalised as `pixels` says; floating point.
         y: (N,) labels, which the attack moves away from.
-        eps, alpha, steps, norm: radius, step length (both in pixel units) and number of steps of the attack.
+        eps, alpha, steps, norm: radius, step length (both in `units`) and number of steps of the attack.
+        units: "pixels", or "inputs" for those of x, whose limits are then those of `pixels`, none where it is None.
         logits: of the plain forward of x, with their graph, if there are any: they spare one forward.
 
     Raises `InputError` for bad arguments and for inputs outside the pixel box.
     """
-    RobustKL(eps, alpha, steps, norm, pixels)
+    RobustKL(eps, alpha, steps, norm, pixels=pixels, units=units)
     check_batch("robust_kl", model, x, y, inputs=True)
     if logits is None:
         logits = logits_of(model, x)
-    adversarial = logits_of(model, perturbed(model, x, y, eps, alpha, steps, norm, pixels))
+    adversarial = logits_of(model, perturbed(model, x, y, eps, alpha, steps, norm, pixels, units=units))
     logits = logits.to(adversarial.dtype)
     log_p, log_q = logits.log_softmax(1), adversarial.log_softmax(1)
     return (log_p.exp() * (log_p - log_q)).sum(1).mean()
@@ -87,15 +83,40 @@ def perturbed(
     steps: int = RobustKL.steps,
     norm: str = RobustKL.norm,
     pixels: Pixels | None = None,
+    *,
+    units: str = RobustKL.units,
 ) -> Tensor:
     """x^adv, like x and without graph: `steps` steps of projected gradient ascent on cross-entropy, from x.
 
-    With δ the perturbation in pixel units, one step is δ ← δ + α·sign(g) ("linf") or δ + α·g/‖g‖₂ ("l2"), with
-    g the gradient of sample i's cross-entropy, then the projection on ‖δ‖ <= ε, then on pixels within [0, 1].
+    With δ the perturbation in `units`, one step is δ ← δ + α·sign(g) ("linf") or δ + α·g/‖g‖₂ ("l2"), with
+    g the gradient of sample i's cross-entropy, then the projection on ‖δ‖ <= ε, then on pixels within
+    [0, 1], where these are known.
     """
-    RobustKL(eps, alpha, steps, norm, pixels)
+    RobustKL(eps, alpha, steps, norm, pixels=pixels, units=units)
     check_batch("the attack", model, x, y, inputs=True)
     start = x.detach()
+    _, scale = to_inputs(pixels if units == "pixels" else None, start)  # units of δ in one of the inputs
+    lowest, highest = _room(pixels, units, start)
+    centre = torch.zeros_like(start)
+    delta = centre
+    for _ in range(steps):
+        with torch.enable_grad():
+            at = delta.detach().requires_grad_()
+            loss = F.cross_entropy(logits_of(model, start + at / scale), y, reduction="sum")
+            (slope,) = torch.autograd.grad(loss, at)
+        delta = descend_in_ball(delta.detach(), -slope, centre, eps, alpha, norm)
+        if lowest is not None and highest is not None:
+            delta = torch.minimum(torch.maximum(delta, lowest), highest)
+    return start + delta / scale
+
+
+def _room(pixels: Pixels | None, units: str, start: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The least and the largest perturbation, in `units`, with which pixels stay in [0, 1]; None for no limits.
+
+    Raises `InputError` for pixels that are outside already.
+    """
+    if units == "inputs" and pixels is None:
+        return None, None
     mean, std = to_inputs(pixels, start)
     pixel = start * std + mean
     low, high = torch.stack([pixel.min(), pixel.max()]).tolist()
@@ -104,14 +125,6 @@ def perturbed(
         f"x must have pixels in [0, 1], they reach from {low:.4g} to {high:.4g}: "
         + ("set pixels=Pixels(mean, std) as the inputs were normalised" if pixels is None else "check pixels"),
     )
-    centre = torch.zeros_like(start)
-    delta = centre
-    for _ in range(steps):
-        with torch.enable_grad():
-            at = delta.detach().requires_grad_()
-            loss = F.cross_entropy(logits_of(model, start + at / std), y, reduction="sum")
-            (slope,) = torch.autograd.grad(loss, at)
-        delta = descend_in_ball(delta.detach(), -slope, centre, eps, alpha, norm)
-        # where rounding left a pixel just outside, the perturbation does not take it further
-        delta = torch.minimum(torch.maximum(delta, (-pixel).clamp(max=0)), (1 - pixel).clamp(min=0))
-    return start + delta / std
+    # where rounding left a pixel just outside, the perturbation does not take it further
+    lowest, highest = (-pixel).clamp(max=0), (1 - pixel).clamp(min=0)
+    return (lowest, highest) if units == "pixels" else (lowest / std, highest / std)

@@ -20,8 +20,8 @@ from metacal.errors import require
 from metacal.margins import dual_norm, true_margin
 from metacal.options import option
 from metacal.penalties.evaluate import check_batch, logits_of
-from metacal.penalties.part import PenaltyPart
-from metacal.penalties.pixels import NORMS, RADIUS, Pixels, check_pixels, to_inputs
+from metacal.penalties.part import InputPart, PenaltyPart
+from metacal.pixels import NORMS, RADIUS, Pixels, check_pixels, to_inputs
 
 __all__ = [
     "MarginSmoothness",
@@ -35,40 +35,35 @@ __all__ = [
 
 
 @dataclass
-class MarginTail(PenaltyPart):
+class MarginTail(InputPart):
     """`margin_tail` of the margins, or `robust_margin_tail`, as a penalty."""
 
     temperature: float = option(1.0, "T of mean exp(-m / T)", above=0)
     clip: float = option(5.0, "from -m / T = clip on the exponential goes on as its tangent", low=0, infinite=True)
     robust: bool = option(False, "of m - eps * norm of its gradient in the input")
-    eps: float = option(RADIUS, "robust: radius of the perturbation, in pixels in [0, 1]", low=0)
+    eps: float = option(RADIUS, "robust: radius of the perturbation", low=0)
     norm: str = option("linf", "robust: of the perturbation", choices=NORMS)
-    pixels: Pixels | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_pixels(self.pixels)
 
     @property
     def needs_pixels(self) -> bool:  # type: ignore[override]
-        return self.robust
+        return self.robust and super().needs_pixels
 
     def __call__(
         self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
     ) -> Tensor:
         if self.robust:
-            return robust_margin_tail(model, x, y, self.eps, self.temperature, self.norm, self.pixels, clip=self.clip)
+            return robust_margin_tail(model, x, y, self.eps, self.temperature, self.norm, self.scale, clip=self.clip)
         return margin_tail(_given(logits, model, x), y, self.temperature, clip=self.clip)
 
 
 @dataclass
-class MarginSmoothness(PenaltyPart):
+class MarginSmoothness(InputPart):
     """`margin_smoothness` as a penalty."""
 
     def __call__(
         self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
     ) -> Tensor:
-        return margin_smoothness(model, x, y)
+        return margin_smoothness(model, x, y, self.scale)
 
 
 @dataclass
@@ -121,24 +116,29 @@ def robust_margin_tail(
     Forward in the model's present mode, double backward for θ. Where samples share batch statistics, ∇_x m_i
     stands for ∂(Σ_j m_j)/∂x_i. Raises `InputError` as `margin_smoothness` does.
     """
-    MarginTail(temperature, clip, True, eps, norm, pixels)
+    MarginTail(temperature, clip, True, eps, norm, pixels=pixels)
     check_batch("margin_tail with robust", model, x, y, inputs=True)
     margin, slope = _margin_and_slope("margin_tail with robust", model, x, y)
     _, std = to_inputs(pixels, x)
     return _tail(margin - eps * dual_norm(slope / std, norm).to(margin.dtype), temperature, clip).mean()
 
 
-def margin_smoothness(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """mean_i ‖∇_x m_i‖²₂ over all entries of an input, in the units of x; differentiable in θ by double backward.
+def margin_smoothness(model: nn.Module, x: Tensor, y: Tensor, pixels: Pixels | None = None) -> Tensor:
+    """mean_i ‖∇_x m_i‖²₂ over all entries of an input; differentiable in θ by double backward.
+
+    The gradient is in the pixels that `pixels` says the inputs are made of; None: in the inputs as they are. With a
+    standard deviation of a quarter the value in pixels is 16 times that in the inputs.
 
     The forward is the model's own, in its present mode. Where samples share batch statistics (BatchNorm in training
     mode), ∇_x m_i stands for ∂(Σ_j m_j)/∂x_i, which one backward pass gives.
 
     Raises `InputError` for integer inputs and for networks that lack a second derivative, naming the operation.
     """
+    check_pixels(pixels)
     check_batch("margin_smoothness", model, x, y, inputs=True)
     margin, slope = _margin_and_slope("margin_smoothness", model, x, y)
-    return slope.to(margin.dtype).square().sum() / len(x)
+    _, std = to_inputs(pixels, x)
+    return (slope / std).to(margin.dtype).square().sum() / len(x)
 
 
 def mbls(logits: Tensor, labels: Tensor | None = None, margin: float = MbLS.margin) -> Tensor:

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from metacal.options import check_options
+from metacal.options import check_options, option
+from metacal.pixels import UNITS, Pixels, check_pixels
 
-__all__ = ["Penalty", "PenaltyPart"]
+__all__ = ["InputPart", "Penalty", "PenaltyPart"]
 
 
 Penalty = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -29,7 +30,7 @@ class PenaltyPart:
     Attributes:
         batchwise: no mean over samples, and so not the sum of its values on parts of a batch.
         first_order: can be differentiated once only.
-        needs_pixels: works on pixels, so that it must be known how the inputs are made of these.
+        needs_pixels: is in units of pixels, so that it must be known how the inputs are made of these.
     """
 
     batchwise: ClassVar[bool] = False
@@ -43,3 +44,26 @@ class PenaltyPart:
         self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
     ) -> Tensor:
         raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class InputPart(PenaltyPart):
+    """One that perturbs the input, or differentiates in it, in units of pixels or of the inputs."""
+
+    units: str = option(
+        "pixels", "of distances in the input: pixels in [0, 1], or the inputs as they are", choices=UNITS
+    )
+    pixels: Pixels | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pixels(self.pixels)
+
+    @property
+    def needs_pixels(self) -> bool:  # type: ignore[override]
+        return self.units == "pixels"
+
+    @property
+    def scale(self) -> Pixels | None:
+        """What the units are made of inputs by; None where they are those of the inputs."""
+        return self.pixels if self.units == "pixels" else None

@@ -23,12 +23,31 @@ _SECTIONS = {"method", "data", "model", "loss", "gamma", "optimizer", "schedule"
 def translated(plain: dict[str, Any]) -> dict[str, Any]:
     """A run's config as this version says it.
 
-    Meta images were augmented as training images are before there was a key for it, and milestones of gamma were whole
-    epochs before they were fractions.
+    Milestones of gamma were whole epochs before they were fractions; meta images were augmented as training images are,
+    and `margin_smoothness` and the radius of the monitors were in units of the inputs, before there were keys for these.
     """
+    return _with_units(_with_fractions(_with_augmentation(plain)))
+
+
+def _with_augmentation(plain: dict[str, Any]) -> dict[str, Any]:
     data = plain.get("data")
     if isinstance(data, dict) and "meta_augment" not in data and (data.get("crop_padding") or data.get("flip")):
-        plain = {**plain, "data": {**data, "meta_augment": True}}
+        return {**plain, "data": {**data, "meta_augment": True}}
+    return plain
+
+
+def _with_units(plain: dict[str, Any]) -> dict[str, Any]:
+    smoothness = (plain.get("penalties") or {}).get("margin_smoothness") or {}
+    if smoothness.get("weight") and "units" not in smoothness:
+        penalties = {**plain["penalties"], "margin_smoothness": {**smoothness, "units": "inputs"}}
+        plain = {**plain, "penalties": penalties}
+    monitor = plain.get("monitor") or {}
+    if monitor.get("robust_eps") and "robust_units" not in monitor:
+        plain = {**plain, "monitor": {**monitor, "robust_units": "inputs"}}
+    return plain
+
+
+def _with_fractions(plain: dict[str, Any]) -> dict[str, Any]:
     gamma, epochs = plain.get("gamma"), plain.get("epochs")
     milestones = gamma.get("milestones") if isinstance(gamma, dict) else None
     if not milestones or not isinstance(epochs, int) or not all(isinstance(at, int) and at >= 1 for at in milestones):

@@ -23,7 +23,7 @@ from metacal.errors import did_you_mean, require
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode, training_mode
 from metacal.objective import class_weights
-from metacal.penalties import Pixels
+from metacal.pixels import Pixels
 from metacal.predict import predict
 from metacal.predictions import Predictions
 from metacal.report.report import Report

@@ -205,6 +205,7 @@ def build_watch(config: Config, parts: Parts) -> Watch:
         per_epoch=len(parts.train),
         batch_size=parts.train.batch_size if isinstance(parts.train, Batches) else config.data.batch_size,
         seed=config.seed,
+        pixels=parts.pixels,
     )
     names = ["calibration"] if m.name == "off" else list(MONITORS)
     monitors: list[Monitor] = [x for name in names for x in made(MONITORS[name], m).build(watched)]

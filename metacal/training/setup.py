@@ -33,7 +33,7 @@ from metacal.models import Backbone, build_model
 from metacal.network import coupling_layer
 from metacal.objective import Term, class_weights
 from metacal.options import options_of
-from metacal.penalties import Pixels
+from metacal.pixels import Pixels, require_known
 
 __all__ = [
     "Parts",
@@ -70,6 +70,7 @@ class Parts:
     train: AnyBatches
     meta: AnyBatches | None
     val: AnyBatches
+    pixels: Pixels | None = None  # how inputs are made of pixels, where that is known
     held_out: AnyBatches | None = None  # the meta images as they are, for a gamma source that follows their calibration
 
 
@@ -194,7 +195,7 @@ def build_parts(
     if source is not None and source.follows:
         held_out = evaluation_batches(meta.split, meta.visits) if isinstance(meta, Batches) else meta
     meta = meta if learns(config) else None
-    return Parts(device, backbone, gamma, optimizer, meta_optimizer, step, train, meta, val, held_out)
+    return Parts(device, backbone, gamma, optimizer, meta_optimizer, step, train, meta, val, pixels, held_out)
 
 
 def _meta_step(
@@ -264,7 +265,7 @@ def build_terms(config: Config, pixels: Pixels | None) -> dict[str, Term]:
     pixels: how inputs are made of pixels in [0, 1]; None where that is not known.
 
     Raises:
-        InputError: for a penalty that works on pixels without knowing their range.
+        InputError: for a penalty in units of pixels without knowing their range.
     """
     context = {"pixels": pixels, "seed": config.seed, "loss": curvature_loss(config)}
     terms: dict[str, Term] = {}
@@ -273,12 +274,8 @@ def build_terms(config: Config, pixels: Pixels | None) -> dict[str, Term]:
         if keys.weight == 0:
             continue
         penalty = penalty_of(config, f.name, **context)
-        if getattr(penalty, "needs_pixels", False) and pixels is None:
-            raise InputError(
-                f"penalties.{f.name} works on pixels, and the range of these inputs' pixels is not known: give "
-                "uint8 images, or to metacal.fit pixels=(mean, std) with inputs = (pixel - mean) / std and pixels "
-                "in [0, 1]"
-            )
+        if getattr(penalty, "needs_pixels", False):
+            require_known(f"penalties.{f.name}", f"penalties.{f.name}.units", pixels)
         terms[f.name] = Term(penalty, keys.weight, keys.every, keys.ramp)
     return terms
 

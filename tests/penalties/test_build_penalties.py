@@ -57,7 +57,7 @@ def test_options_reach_the_penalty(batch):
     [
         ("hessian_trac", {}, "did you mean 'hessian_trace'"),
         ("robust_kl", {"epss": 1}, "penalty robust_kl has no option 'epss'.*did you mean 'eps'"),
-        ("margin_smoothness", {"eps": 1}, "it has none"),
+        ("margin_smoothness", {"eps": 1}, "it has units, pixels"),
         ("robust_kl", {"eps": -1}, "eps must be >= 0"),
         ("robust_kl", {"pixels": [0, 1]}, "pixels must be None"),
         ("margin_tail", {"temperature": 0}, "temperature must be > 0"),

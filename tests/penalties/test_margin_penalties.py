@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from metacal.errors import InputError
 from metacal.margins import robust_margin, true_margin
-from metacal.penalties import Pixels, margin_smoothness, margin_tail, mbls, robust_margin_tail
+from metacal.penalties import Pixels, build_penalty, margin_smoothness, margin_tail, mbls, robust_margin_tail
 
 PIXELS = Pixels((0.4, 0.6), (0.25, 0.2))
 
@@ -136,6 +136,16 @@ def test_pixels_make_eps_a_distance_of_pixels(net, batch, norm):
     inside = robust_margin_tail(Normalised(), x, y, 0.1, norm=norm)
     outside = robust_margin_tail(net, (x - mean) / std, y, 0.1, norm=norm, pixels=PIXELS)
     assert outside.item() == pytest.approx(inside.item(), rel=1e-9)
+    smooth = margin_smoothness(net, (x - mean) / std, y, PIXELS)
+    assert smooth.item() == pytest.approx(margin_smoothness(Normalised(), x, y).item(), rel=1e-9)
+    for name, keys in (("margin_smoothness", {}), ("margin_tail", {"robust": True, "norm": norm})):
+        plain = build_penalty(name, keys)(net, x, y)
+        assert build_penalty(name, {**keys, "units": "inputs", "pixels": PIXELS})(net, x, y) == plain
+        assert build_penalty(name, {**keys, "pixels": PIXELS})(net, x, y) != plain
+    net.eval()
+    found = robust_margin(net, (x - mean) / std, y, 0.1, norm, pixels=PIXELS, clip=(0.05, 0.95))
+    for one, other in zip(found, robust_margin(Normalised(), x, y, 0.1, norm, clip=(0.05, 0.95)), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_vanishing_input_gradient_does_no_harm(check_gradient):

@@ -50,6 +50,29 @@ def test_the_attack_stays_in_ball_and_box(norm, eps, alpha, steps, normalised, d
     assert size.max() <= min(eps, steps * alpha) + slack
 
 
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_an_attack_in_units_of_the_inputs(norm, batch):
+    x, y = batch
+    net = nn.Sequential(nn.Flatten(), nn.Linear(72, 3)).double()
+    std = PIXELS.std.double()
+    even = Pixels(PIXELS.mean, torch.full_like(PIXELS.std, 0.25))
+    pixel = x.clamp(0.2, 0.8)  # out of the limits' reach
+    z = (pixel - shaped(even.mean)) / 0.25
+    inputs = perturbed(net, z, y, 0.4, 0.2, 3, norm, even, units="inputs")
+    torch.testing.assert_close(inputs, perturbed(net, z, y, 0.1, 0.05, 3, norm, even))  # a quarter of it in pixels
+    assert torch.equal(inputs, perturbed(net, z, y, 0.4, 0.2, 3, norm, units="inputs"))  # no limits are known
+    z = (x.round() - shaped(PIXELS.mean)) / shaped(std)  # at the limits
+    moved = perturbed(net, z, y, 0.4, 0.2, 3, norm, PIXELS, units="inputs")
+    at = moved * shaped(std) + shaped(PIXELS.mean)
+    size = (moved - z).flatten(1)
+    assert at.min() >= -1e-7 and at.max() <= 1 + 1e-7 and not torch.equal(moved, z)
+    assert (size.abs().amax(1) if norm == "linf" else size.norm(dim=1)).max() <= 0.4 + 1e-7
+    outside = 3 * torch.randn_like(x)
+    assert robust_kl(net, outside, y, 0.4, 0.2, units="inputs").item() > 0
+    with pytest.raises(InputError, match="units must be one of pixels, inputs, got 'pixel'"):
+        robust_kl(net, x, y, units="pixel")
+
+
 def trained() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """A net that tells three noisy patterns apart."""
     with torch.random.fork_rng():

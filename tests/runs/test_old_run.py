@@ -69,6 +69,16 @@ def test_that_it_cannot_be_gone_on_with_is_a_sentence(old, capsys):
     assert captured.out == f"metacal train: going on with {old}\n"
 
 
+def test_runs_from_before_the_units_had_a_key_keep_theirs(old):
+    plain = {"penalties": {"margin_smoothness": {"weight": 0.01}}, "monitor": {"robust_eps": 0.1}}
+    assert translated(plain) == {
+        "penalties": {"margin_smoothness": {"weight": 0.01, "units": "inputs"}},
+        "monitor": {"robust_eps": 0.1, "robust_units": "inputs"},
+    }
+    plain["penalties"]["margin_smoothness"]["units"] = plain["monitor"]["robust_units"] = "pixels"
+    assert translated(plain) is plain
+
+
 def test_milestones_in_fractions_stay(old):
     for gamma in ({"milestones": [0.5, 0.75]}, {"milestones": []}, {}, "?"):
         plain = {"epochs": 4, "gamma": gamma}

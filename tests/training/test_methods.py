@@ -228,6 +228,19 @@ def test_penalties_on_pixels_need_to_know_these() -> None:
             metacal.fit(model, (x, y), method="calmo", epochs=1, progress=False, pixels=given)
     fit = metacal.fit(model, (x, y), method="calmo", epochs=1, progress=False, pixels=([0.0] * 3, [1.0] * 3))
     assert fit.best_epoch == 1
+    for words, message in (
+        (
+            ["method=cross_entropy", "penalties.margin_smoothness.weight=0.01"],
+            r"or set penalties.margin_smoothness.units",
+        ),
+        (["method=cross_entropy", "monitor.every=1", "monitor.robust_eps=0.1"], r"or set monitor.robust_units=inputs"),
+    ):
+        method, words = words[0].split("=")[1], words[1:]
+        with pytest.raises(InputError, match=message):
+            metacal.fit(model, (x, y), method=method, epochs=1, progress=False, overrides=words)
+        words = [*words, "penalties.margin_smoothness.units=inputs", "monitor.robust_units=inputs"]
+        fit = metacal.fit(model, (x, y), method=method, epochs=1, progress=False, overrides=words)
+        assert fit.best_epoch == 1
 
 
 def test_bad_parts_are_refused_before_training() -> None:

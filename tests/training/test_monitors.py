@@ -13,9 +13,11 @@ from torch import nn
 from metacal.calibration import ece, kce
 from metacal.cli import main
 from metacal.curvature import gn_sharpness, hessian_sharpness
+from metacal.margins import robust_margin
 from metacal.models import Backbone
 from metacal.monitors import CurvatureMonitor, GammaMonitor, MarginMonitor, State, SubsetMonitor, Watch
 from metacal.optim import SAM, Muon
+from metacal.pixels import Pixels
 from metacal.predictions import Predictions
 
 
@@ -42,6 +44,20 @@ def test_monitors_leave_the_training_as_it_was(problem):
     assert backbone.training and all(p.grad is None for p in backbone.parameters())
     for key, value in backbone.state_dict().items():
         assert torch.equal(value, before[key]), key
+
+
+def test_robust_margins_and_their_moment_are_in_pixels(problem):
+    backbone, x, y = problem
+    pixels = Pixels(0.5, 0.25)
+    x = (x.sigmoid() - 0.5) / 0.25
+    values = SubsetMonitor("s", x, y, 1, robust_eps=0.1, pixels=pixels).measure(State(backbone))
+    wide = SubsetMonitor("s", x, y, 1, robust_eps=0.1).measure(State(backbone))
+    same = SubsetMonitor("s", x, y, 1, robust_eps=0.4).measure(State(backbone))
+    assert values["s/robust_margin_first_order"] == pytest.approx(same["s/robust_margin_first_order"])
+    assert values["s/robust_margin"] < wide["s/robust_margin"] - 0.01
+    for end, margin in zip(("", "_first_order"), robust_margin(backbone, x, y, 0.1, clip=(0, 1), pixels=pixels)):
+        assert values[f"s/robust_q{end}"] == pytest.approx((-margin.double()).exp().mean().item())
+    assert values["s/certificate_q"] < values["s/robust_q"]  # the margins without a perturbation are larger
 
 
 def test_subset_monitor_logs_the_measures_of_its_subset(problem):

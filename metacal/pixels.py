@@ -1,4 +1,8 @@
-"""Between the pixels of an image, in [0, 1], and what the network is given: (pixel − mean) / std per channel."""
+"""Between the pixels of an image, in [0, 1], and what the network is given: (pixel − mean) / std per channel.
+
+A distance or a gradient in the input has the units of one or the other, `UNITS`: by default of pixels, in which radii
+are published.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,13 @@ from torch import Tensor
 
 from metacal.errors import require
 
-__all__ = ["NORMS", "RADIUS", "Pixels", "check_pixels", "to_inputs"]
+__all__ = ["NORMS", "RADIUS", "UNITS", "Pixels", "check_pixels", "require_known", "to_inputs"]
 
 NORMS = ("linf", "l2")
 """Of perturbations of the input."""
+
+UNITS = ("pixels", "inputs")
+"""Of distances and gradients in the input: pixels in [0, 1], or the inputs as the network is given them."""
 
 RADIUS = 8 / 255
 """The usual one for images, in pixels in [0, 1]."""
@@ -45,6 +52,16 @@ def check_pixels(pixels: Any) -> None:
         f"pixels must hold finite mean and std of one length, got mean {mean.tolist()} and std {std.tolist()}",
     )
     require(bool((std > 0).all()), f"pixels.std must be > 0, got {std.tolist()}")
+
+
+def require_known(what: str, units_key: str, pixels: Pixels | None) -> None:
+    """Raise `InputError` where `what` is in units of pixels and nobody knows how inputs are made of them."""
+    require(
+        pixels is not None,
+        f"{what} works on pixels, and the range of these inputs' pixels is not known: give uint8 images, or to "
+        "metacal.fit pixels=(mean, std) with inputs = (pixel - mean) / std and pixels in [0, 1], or set "
+        f"{units_key}=inputs",
+    )
 
 
 def to_inputs(pixels: Pixels | None, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "mixing": "errors",
     "calibration": "errors options predictions",
     "margins": "calibration errors modes network pixels predictions",
-    "curvature": "autodiff errors network",
+    "curvature": "autodiff errors losses network",
     # what is trained, and on what
     "data": "errors options",
     "models": "errors network options",

@@ -1,12 +1,14 @@
 """Curvature of the loss: products, sharpness, traces, for any classifier and without the matrices.
 
-Loss for curvature: the mean cross-entropy of the given batch (or mean squared error, `loss="mse"`), whatever loss
-trains the network. G = 1/N Σ J_nᵀ S_n J_n is the Gauss-Newton matrix, H the Hessian. Everything is measured in the
-network's present mode and leaves the network as it was.
+Loss for curvature: the mean cross-entropy of the given batch, whatever loss trains the network; or `loss="mse"`,
+`Focal(gamma)` or `LabelSmoothing(alpha)`, each with its own Hessian S in the logits (`metacal.curvature.loss`).
+G = 1/N Σ J_nᵀ S_n J_n is the Gauss-Newton matrix, H the Hessian. Everything is measured in the network's present mode
+and leaves the network as it was.
 """
 
 from __future__ import annotations
 
+from metacal.curvature.loss import Focal, LabelSmoothing
 from metacal.curvature.products import Curvature, ggn_product, hessian_product
 from metacal.curvature.sampling import Estimate
 from metacal.curvature.sharpness import (
@@ -23,6 +25,8 @@ __all__ = [
     "Curvature",
     "Eigen",
     "Estimate",
+    "Focal",
+    "LabelSmoothing",
     "NormCertificate",
     "batch_sharpness",
     "extreme_eigenpairs",

@@ -16,7 +16,8 @@ from metacal.autodiff.plain import WRONG, PlainNorms
 from metacal.autodiff.tape import Tape
 from metacal.curvature.chain import Chain, Head
 from metacal.curvature.layers import Captured, gram_of
-from metacal.curvature.problem import Problem, logit_gradient, logit_hessian
+from metacal.curvature.loss import logit_gradient, logit_hessian
+from metacal.curvature.problem import Problem
 from metacal.curvature.sampling import signs_at
 from metacal.curvature.structure import CurvedActivation
 from metacal.errors import InputError
@@ -86,7 +87,7 @@ def quadratic_by_tape(problem: Problem, v: Sequence[Tensor | None], hessian: boo
     z1, z2 = tape.close(z).run(v, second=hessian)
     if z1 is None:
         raise NotImplementedError("a network whose operations do not show its parameters")
-    value = (z1 * logit_hessian(z, z1, problem.loss)).sum()
+    value = (z1 * logit_hessian(z, problem.y, z1, problem.loss)).sum()
     if z2 is not None:
         value = value + (logit_gradient(z, problem.y, problem.loss) * z2).sum()
     return value / len(problem)
@@ -114,7 +115,7 @@ def quadratic_by_reverse(problem: Problem, v: Sequence[Tensor | None], hessian: 
             value = dot(hv_by_reverse(g, moved, along, graph=True), along)
         else:
             jv = jv_by_reverse(g, u, along, graph=True)
-            value = (jv * logit_hessian(z, jv, problem.loss)).sum() / len(problem)
+            value = (jv * logit_hessian(z, problem.y, jv, problem.loss)).sum() / len(problem)
     except NotImplementedError as error:
         raise InputError(f"{name} needs derivatives that an operation of the model lacks: {error}") from error
     return z.new_zeros(()) if value is None else value

@@ -4,94 +4,22 @@
 that calls the network. Each evaluation leaves the network and the random streams as it found them
 (`metacal.network`), writes no `.grad`, and has autocast off; attention runs as plain matrix products (the fused
 kernels have no double backward).
-
-Conventions, for N examples and K classes, logits z (N, K), p = softmax(z):
-
-    cross-entropy   L = -1/N Σ_n log p_{n,y_n}        u = ∂L/∂z = (p - e_y)/N      S_n = diag(p_n) - p_n p_nᵀ
-    mse             L = 1/(NK) Σ_nk (z - e_y)²_nk     u = 2 (z - e_y)/(NK)         S_n = 2/K · I
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from metacal.curvature.loss import LogitLoss, check_loss, loss_of_rows
 from metacal.errors import InputError, require
 from metacal.network import Network, Streams, coupling_layer
 
-__all__ = [
-    "LOSSES",
-    "Problem",
-    "check_vector",
-    "factor_columns",
-    "logit_factor",
-    "logit_gradient",
-    "logit_hessian",
-]
-
-LOSSES = ("cross_entropy", "mse")
-
-
-# -- the loss as a function of the logits --------------------------------------------------------------------
-
-
-def logit_gradient(z: Tensor, y: Tensor, loss: str) -> Tensor:
-    """N·∂L/∂z for logits (n, K): p - e_y, or 2/K (z - e_y). Differentiable in z."""
-    target = torch.zeros_like(z).scatter_(1, y[:, None], 1.0)
-    if loss == "cross_entropy":
-        return z.softmax(1) - target
-    return (z - target) * (2.0 / z.shape[1])
-
-
-def logit_hessian(z: Tensor, w: Tensor, loss: str) -> Tensor:
-    """S_n w_n for each example, (n, K) → (n, K); the 1/N of the mean is left to the caller."""
-    if loss == "cross_entropy":
-        p = z.softmax(1)
-        return p * (w - (p * w).sum(1, keepdim=True))
-    return w * (2.0 / z.shape[1])
-
-
-def logit_factor(z: Tensor, e: Tensor, loss: str) -> Tensor:
-    """A square root of S applied to e, (n, K) → (n, K): E over signs of the result's outer product is S_n.
-
-    Cross-entropy: √p∘e - p(√p·e). The root comes from log_softmax/2, which survives where p underflows.
-    """
-    if loss == "cross_entropy":
-        log_p = z.log_softmax(1)
-        root = (0.5 * log_p).exp()
-        return root * e - log_p.exp() * (root * e).sum(1, keepdim=True)
-    return e * math.sqrt(2.0 / z.shape[1])
-
-
-def factor_columns(z: Tensor, loss: str) -> list[Tensor]:
-    """Columns C_c (n, K) with Σ_c C_c C_cᵀ = S_n exactly: as few as its rank, K - 1 or (mse) K.
-
-    Cross-entropy: the Cholesky factor of a multinomial covariance, closed form. With the tail mass
-    t_k = Σ_{j≥k} p_j, column k is √(p_k t_{k+1}/t_k) at row k and -p_i/t_{k+1} times that at rows i > k.
-    All ratios are taken between logarithms.
-    """
-    n, k = z.shape
-    if loss == "mse":
-        eye = torch.eye(k, dtype=z.dtype, device=z.device)
-        return [logit_factor(z, eye[c].expand(n, k), loss) for c in range(k)]
-    log_p = z.log_softmax(1)
-    log_tail = log_p.flip(1).logcumsumexp(1).flip(1)
-    columns = []
-    for c in range(k - 1):
-        scale = (0.5 * (log_p[:, c] + log_tail[:, c + 1] - log_tail[:, c])).exp()
-        column = torch.zeros_like(z)
-        column[:, c] = scale
-        column[:, c + 1 :] = -scale[:, None] * (log_p[:, c + 1 :] - log_tail[:, c + 1, None]).exp()
-        columns.append(column)
-    return columns
-
-
-# -- the network ---------------------------------------------------------------------------------------------
+__all__ = ["Problem", "check_vector"]
 
 
 def _is_backbone(model: nn.Module) -> bool:
@@ -112,7 +40,7 @@ class Problem:
     network: Network
     x: Tensor
     y: Tensor
-    loss: str
+    loss: LogitLoss
     randomness: str = "refuse"
     seed: int = 0
     pairs: bool = False  # whether the model may return (logits, features)
@@ -125,14 +53,14 @@ class Problem:
         model: nn.Module,
         x: Tensor,
         y: Tensor,
-        loss: str = "cross_entropy",
+        loss: LogitLoss = "cross_entropy",
         randomness: str = "refuse",
         seed: int = 0,
         pairs: bool = False,
     ) -> Problem:
         """Check the arguments.
 
-        `loss` is "cross_entropy" or "mse"; `randomness` says what happens if the network draws random numbers
+        `loss` is one of `metacal.curvature.loss`; `randomness` says what happens if the network draws random numbers
         (dropout in training mode): "refuse" raises, "freeze" evaluates with one mask, drawn from `seed`. `pairs`: the
         model may return (logits, features), as a Backbone does anyway.
 
@@ -141,7 +69,6 @@ class Problem:
         """
         require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
         network = Network(model)
-        require(loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
         require(randomness in ("refuse", "freeze"), f"randomness must be refuse or freeze, got {randomness!r}")
         require(isinstance(x, Tensor) and isinstance(y, Tensor), "x and y must be tensors")
         require(x.ndim >= 1 and len(x) > 0, f"x must hold at least one example, got shape {tuple(x.shape)}")
@@ -162,6 +89,7 @@ class Problem:
         with torch.inference_mode(False):  # tensors made in inference mode cannot be saved for a reverse pass
             x, y = (t.clone() if t.is_inference() else t.detach() for t in (x, y))
             y = y.to(device=x.device, dtype=torch.long)
+            loss = check_loss(loss, x)
         return cls(network, x, y, loss, randomness, seed, pairs or _is_backbone(network.model))
 
     @property
@@ -190,7 +118,7 @@ class Problem:
 
     def part(self, rows: slice | Tensor) -> Problem:
         """The same problem on some of the examples."""
-        return replace(self, x=self.x[rows], y=self.y[rows])
+        return replace(self, x=self.x[rows], y=self.y[rows], loss=loss_of_rows(self.loss, rows))
 
     def parts(self, chunk_size: int | None) -> list[Problem]:
         """The examples in order, at most `chunk_size` at a time.

@@ -41,7 +41,8 @@ from metacal.autodiff.derivatives import (
 from metacal.autodiff.plain import PlainNorms
 from metacal.autodiff.tape import Tape
 from metacal.curvature.layers import cache_block, examples_depend
-from metacal.curvature.problem import Problem, check_vector, logit_gradient, logit_hessian
+from metacal.curvature.loss import LogitLoss, logit_gradient, logit_hessian, mean_loss
+from metacal.curvature.problem import Problem, check_vector
 from metacal.errors import InputError, require
 
 __all__ = ["Curvature", "ggn_product", "hessian_product"]
@@ -83,7 +84,7 @@ class Curvature:
         x: Tensor,
         y: Tensor,
         *,
-        loss: str = "cross_entropy",
+        loss: LogitLoss = "cross_entropy",
         chunk_size: int | None = None,
         route: str = "auto",
         randomness: str = "refuse",
@@ -152,11 +153,7 @@ class Curvature:
 
     @property
     def loss_value(self) -> float:
-        z, y = self.logits.double(), self.problem.y
-        if self.problem.loss == "mse":
-            target = torch.zeros_like(z).scatter_(1, y[:, None], 1.0)
-            return float((z - target).square().mean())
-        return float(-z.log_softmax(1).gather(1, y[:, None]).mean())
+        return float(mean_loss(self.logits.double(), self.problem.y, self.problem.loss))
 
     # -- recording -------------------------------------------------------------------------------------------
 
@@ -296,7 +293,7 @@ class Curvature:
             for i, part in self._active():
                 z = self._record(i, route).z
                 moved.append(self._jv_chunk(i, v, route))
-                pulled.append(logit_hessian(z.detach(), moved[-1], part.loss) / len(self.problem))
+                pulled.append(logit_hessian(z.detach(), part.y, moved[-1], part.loss) / len(self.problem))
                 total = _added(total, pulled_back(z, self.params, pulled[-1]))
             assert total is not None
             self._verify(route, torch.cat(moved), torch.cat(pulled), total, v)
@@ -363,14 +360,14 @@ class Curvature:
         z = recorded.z.detach()
         with torch.no_grad():
             z1, z2 = recorded.tape.run(v, second=True)
-            g = 0.0 if z1 is None else float((z1 * logit_hessian(z, z1, part.loss)).sum()) / n
+            g = 0.0 if z1 is None else float((z1 * logit_hessian(z, part.y, z1, part.loss)).sum()) / n
             r = 0.0 if z2 is None else float((z2 * logit_gradient(z, part.y, part.loss)).sum()) / n
         return g + r, g
 
     def _product_chunk(self, i: int, v: list[Tensor], route: str) -> tuple[float, float]:
         part, z = self._parts[i], self._record(i, route).z.detach()
         hv, jv = self._hv_chunk(i, v, route)
-        g = float((jv * logit_hessian(z, jv, part.loss)).sum()) / len(self.problem)
+        g = float((jv * logit_hessian(z, part.y, jv, part.loss)).sum()) / len(self.problem)
         return float(dot(hv, v) or 0.0), g
 
 
@@ -382,7 +379,7 @@ def _added(total: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:
 
 
 def ggn_product(
-    model: nn.Module, x: Tensor, y: Tensor, v: Sequence[Tensor], loss: str = "cross_entropy", **options: Any
+    model: nn.Module, x: Tensor, y: Tensor, v: Sequence[Tensor], loss: LogitLoss = "cross_entropy", **options: Any
 ) -> list[Tensor]:
     """G v = 1/N Σ_n J_nᵀ S_n J_n v, a list of tensors like the trainable parameters.
 
@@ -393,7 +390,7 @@ def ggn_product(
 
 
 def hessian_product(
-    model: nn.Module, x: Tensor, y: Tensor, v: Sequence[Tensor], loss: str = "cross_entropy", **options: Any
+    model: nn.Module, x: Tensor, y: Tensor, v: Sequence[Tensor], loss: LogitLoss = "cross_entropy", **options: Any
 ) -> list[Tensor]:
     """H v = ∇²L v of the mean loss, like the trainable parameters. `options` as in `ggn_product`."""
     with Curvature(model, x, y, loss=loss, **options) as c:

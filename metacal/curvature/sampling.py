@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metacal.curvature.problem import Problem, factor_columns, logit_factor
+from metacal.curvature.loss import factor_columns, logit_factor
+from metacal.curvature.problem import Problem
 
 __all__ = ["Draw", "Estimate", "Probe", "sampled", "signs_at"]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from metacal.curvature.lanczos import lanczos
 from metacal.curvature.layers import capture, examples_depend, per_example_gram
+from metacal.curvature.loss import LogitLoss
 from metacal.curvature.problem import check_vector
 from metacal.curvature.products import Curvature
 from metacal.curvature.sampling import Estimate
@@ -29,29 +30,32 @@ __all__ = [
 
 def batch_sharpness(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Tensor, Tensor] | tuple[Tensor, Tensor, LogitLoss]],
     *,
-    loss: str = "cross_entropy",
+    loss: LogitLoss = "cross_entropy",
     chunk_size: int | None = None,
     randomness: str = "refuse",
 ) -> Estimate:
     """Mean over mini-batches B of g_Bᵀ H_B g_B / ‖g_B‖² (Andreyev & Beneventano 2024): curvature along SGD's own step.
 
-    `batches` yields (x, y). One gradient a batch and one second derivative
-    along it (`Curvature.quadratic`; a Hessian product where the network has no tape). `stderr` is that of the
-    mean over batches (nan for a single one); `draws` counts them. Batches whose gradient is exactly zero have no
-    direction and are left out. Raises `InputError` for no batch, or none with a gradient, and as `Curvature` does.
+    `batches` yields (x, y), or (x, y, loss) where the loss has a number for each example. One gradient a batch and one
+    second derivative along it (`Curvature.quadratic`; a Hessian product where the network has no tape). `stderr` is
+    that of the mean over batches (nan for a single one); `draws` counts them. Batches whose gradient is exactly zero
+    have no direction and are left out. Raises `InputError` for no batch, or none with a gradient, and as `Curvature`
+    does.
     """
     values: list[float] = []
     seen = 0
     for batch in batches:
         require(
-            isinstance(batch, (tuple, list)) and len(batch) == 2,
+            isinstance(batch, (tuple, list)) and len(batch) in (2, 3),
             f"batches must yield (x, y), got {type(batch).__name__}",
         )
         seen += 1
-        x, y = batch
-        with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness) as c:
+        x, y, *given = batch
+        with Curvature(
+            model, x, y, loss=given[0] if given else loss, chunk_size=chunk_size, randomness=randomness
+        ) as c:
             c.prepare()
             g = flatten(c.gradient())
             size = g.norm()  # divided out first: the square of a small gradient may underflow
@@ -99,7 +103,7 @@ def preconditioned_sharpness(
     tol: float = 1e-2,
     start: Sequence[Tensor] | None = None,
     *,
-    loss: str = "cross_entropy",
+    loss: LogitLoss = "cross_entropy",
     max_products: int = 200,
     seed: int = 0,
     **options: Any,

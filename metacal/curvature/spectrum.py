@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from metacal.curvature.lanczos import lanczos
+from metacal.curvature.loss import LogitLoss
 from metacal.curvature.problem import check_vector
 from metacal.curvature.products import Curvature
 from metacal.errors import InputError, require
@@ -136,7 +137,7 @@ def top_eigenpairs(
     which: str = "largest",
     tol: float = 1e-2,
     start: Sequence[Tensor] | None = None,
-    loss: str = "cross_entropy",
+    loss: LogitLoss = "cross_entropy",
     max_products: int | None = None,
     seed: int = 0,
     **options: Any,
@@ -161,7 +162,7 @@ def extreme_eigenpairs(
     *,
     tol: float = 1e-2,
     start: Sequence[Tensor] | None = None,
-    loss: str = "cross_entropy",
+    loss: LogitLoss = "cross_entropy",
     max_products: int = 200,
     seed: int = 0,
     **options: Any,
@@ -179,13 +180,16 @@ def gn_sharpness(
     y: Tensor,
     tol: float = 1e-2,
     start: Sequence[Tensor] | None = None,
-    loss: str = "cross_entropy",
+    loss: LogitLoss = "cross_entropy",
     *,
     max_products: int = 100,
     seed: int = 0,
     **options: Any,
 ) -> Eigen:
     """λ_max(G), G = 1/N Σ J_nᵀ S_n J_n, to the relative error `tol`.
+
+    loss: "cross_entropy", "mse", `Focal(gamma)` or `LabelSmoothing(alpha)`, whose S is the exact Hessian in the logits.
+    That of a focal loss may be indefinite: λ_max is the largest eigenvalue all the same, the smallest may be negative.
 
     `start`: the vector of an earlier `Eigen` of the same parameters, which saves about half of the products.
     `options` go to `Curvature` (chunk_size, route, randomness). Raises `InputError` for tol outside (0, 1).
@@ -203,7 +207,7 @@ def hessian_sharpness(
     start: Sequence[Tensor] | None = None,
     which: str = "magnitude",
     *,
-    loss: str = "cross_entropy",
+    loss: LogitLoss = "cross_entropy",
     max_products: int = 200,
     seed: int = 0,
     **options: Any,

@@ -31,7 +31,8 @@ from metacal.curvature.forms import (
     quadratic_by_tape,
 )
 from metacal.curvature.layers import cache_block, capture, column_norms, examples_depend
-from metacal.curvature.problem import Problem, factor_columns, logit_factor, logit_gradient
+from metacal.curvature.loss import Focal, LogitLoss, factor_columns, logit_factor, logit_gradient
+from metacal.curvature.problem import Problem
 from metacal.curvature.products import Curvature
 from metacal.curvature.sampling import Estimate, Probe, sampled, signs_at
 from metacal.curvature.structure import curved_activations
@@ -39,6 +40,7 @@ from metacal.errors import require
 
 __all__ = ["gn_trace", "hessian_trace", "penalty_trace"]
 
+PARAMETER_PROBES = 8  # at least, where only signs in parameter space will do
 MAX_COLUMNS = 4096  # reverse passes or products that `exact` may cost where no closed form exists
 
 
@@ -94,6 +96,28 @@ def _batch_gn(c: Curvature, probes: int, seed: int, exact: bool) -> tuple[float,
     return float(values.mean()), float(values.std()) / math.sqrt(probes), probes
 
 
+def _traces_along(c: Curvature, probes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draws of Tr H and Tr G, vᵀH v and vᵀG v with signs v in parameter space, (probes,) each."""
+    draws = []
+    for probe in range(probes):
+        v = [signs_at((p.numel(),), 0, (seed, probe, i), p).view(p.shape) for i, p in enumerate(c.params)]
+        draws.append(c.residual_quadratic(v))
+    h, g = torch.tensor(draws, dtype=torch.float64).unbind(1)
+    return h, g
+
+
+def _mean(draws: Tensor) -> tuple[float, float]:
+    """Mean and its standard error."""
+    return float(draws.mean()), float(draws.std()) / math.sqrt(len(draws))
+
+
+def _without_a_root(c: Curvature, hessian: bool, probes: int, seed: int) -> Estimate:
+    """Tr H or Tr G by signs in parameter space, which need no root of the loss's Hessian in the logits."""
+    probes = max(PARAMETER_PROBES, probes)
+    h, g = _traces_along(c, probes, seed)
+    return Estimate(*_mean(h if hessian else g), "signs of the parameters", probes)
+
+
 def _check_probes(probes: int) -> None:
     require(probes >= 1, f"probes must be at least 1, got {probes}")
 
@@ -106,7 +130,7 @@ def gn_trace(
     exact: bool = False,
     seed: int = 0,
     *,
-    loss: str = "cross_entropy",
+    loss: LogitLoss = "cross_entropy",
     chunk_size: int | None = None,
     randomness: str = "refuse",
 ) -> Estimate:
@@ -114,10 +138,19 @@ def gn_trace(
 
     Equal for every chunk size up to rounding. Where examples depend on each other the batch form is used, with two
     probes at least (else there is no standard error); it is named in `method`, and `exact` is then limited to
-    small N·K. Raises `InputError` as `Curvature` does, and for probes < 1.
+    small N·K. A focal loss, whose S may be indefinite and have no root, takes signs in parameter space, eight of them
+    at least: read `stderr`. Raises `InputError` as `Curvature` does, for probes < 1, and for `exact` with a focal loss.
     """
     _check_probes(probes)
     problem = Problem.of(model, x, y, loss, randomness, seed)
+    if isinstance(loss, Focal):
+        require(
+            not exact,
+            "exact=True needs a root of the loss's Hessian in the logits, which for a focal loss may be indefinite: "
+            "use probes, or loss='cross_entropy'",
+        )
+        with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness, seed=seed) as c:
+            return _without_a_root(c, False, probes, seed)
     with problem.math():
         depend = examples_depend(problem)
         if depend is None:
@@ -181,13 +214,8 @@ def _activation_draw(problem: Problem, first: int, key: tuple[int, ...]) -> Tens
 
 def _hutchinson(c: Curvature, probes: int, seed: int) -> tuple[float, float]:
     """Tr R from vᵀH v - vᵀG v with signs v in parameter space."""
-    values = []
-    for probe in range(probes):
-        v = [signs_at((p.numel(),), 0, (seed, probe, i), p).view(p.shape) for i, p in enumerate(c.params)]
-        h, g = c.residual_quadratic(v)
-        values.append(h - g)
-    t = torch.tensor(values, dtype=torch.float64)
-    return float(t.mean()), float(t.std()) / math.sqrt(probes)
+    h, g = _traces_along(c, probes, seed)
+    return _mean(h - g)
 
 
 def _diagonal_sum(c: Curvature) -> float:
@@ -211,7 +239,7 @@ def hessian_trace(
     exact: bool = False,
     seed: int = 0,
     *,
-    loss: str = "cross_entropy",
+    loss: LogitLoss = "cross_entropy",
     chunk_size: int | None = None,
     randomness: str = "refuse",
 ) -> Estimate:
@@ -221,7 +249,8 @@ def hessian_trace(
       (sampled too with three or more hidden layers, unless `exact`);
     - piecewise linear networks: Tr H = Tr G;
     - other activations without attention or layer statistics: Tr G plus the residual sampled at the activations;
-    - else: Tr G plus Hutchinson's vᵀ(H - G)v with sign vectors, two probes at least. The noise may be large.
+    - else: Tr G plus Hutchinson's vᵀ(H - G)v with sign vectors, two probes at least. The noise may be large;
+    - a focal loss: Hutchinson's vᵀHv, eight probes at least.
 
     `exact=True` works for the first two, and for up to 4096 parameters in any network. Raises `InputError` as
     `gn_trace` does, and where `exact` is out of reach.
@@ -231,7 +260,8 @@ def hessian_trace(
     block = chunk_size
     with problem.math():
         depend = examples_depend(problem)
-        if depend is None:
+        rooted = not isinstance(loss, Focal)
+        if depend is None and rooted:
             form, method, widths = _form_of(problem, exact)
             if exact and form is not None:
                 values = torch.cat([form(p) for p in _blocks(problem, chunk_size, widths)])
@@ -248,6 +278,8 @@ def hessian_trace(
                 f"({MAX_COLUMNS} at most): use probes",
             )
             return Estimate(_diagonal_sum(c), 0.0, "diagonal, exact", c.size)
+        if not rooted:
+            return _without_a_root(c, True, probes, seed)
         residual, noise = _hutchinson(c, max(2, probes), seed)
         if depend is not None:
             value, stderr, _ = _batch_gn(c, max(2, probes), seed, exact=False)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from metacal.autodiff.graph import require_second_derivative
-from metacal.curvature.problem import LOSSES
+from metacal.curvature.loss import LOSSES
 from metacal.curvature.sampling import Probe
 from metacal.curvature.traces import penalty_trace
 from metacal.errors import require, require_choice

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from metacal.curvature import gn_sharpness, gn_trace, hessian_trace
 from metacal.curvature.layers import capture, per_example_gram
-from metacal.curvature.problem import Problem, factor_columns, logit_factor
+from metacal.curvature.loss import factor_columns, logit_factor
+from metacal.curvature.problem import Problem
 from metacal.curvature.sampling import signs_at
 from metacal.errors import InputError
 

@@ -41,11 +41,11 @@ MAY_IMPORT = {
     "runs": "config errors files jsonio predictions",
     "report": "calibration data errors network predict predictions runs",
     "deploy": "config data errors models modes predictions runs",
-    "training": "bilevel calibration config data deploy errors gamma jsonio margins mixing models modes monitors "
-    "network objective optim options pixels predict predictions report runs",
+    "training": "bilevel calibration config curvature data deploy errors gamma jsonio margins mixing models modes "
+    "monitors network objective optim options pixels predict predictions report runs",
     "studies": "calibration config curvature data errors jsonio predict predictions report runs training",
-    "commands": "calibration config data errors jsonio models monitors predict predictions report runs studies "
-    "training",
+    "commands": "calibration config curvature data errors jsonio models monitors predict predictions report runs "
+    "studies training",
     "cli": "commands errors",
 }
 LINES = 400

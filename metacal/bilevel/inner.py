@@ -27,7 +27,18 @@ from metacal.mixing import mixed_loss
 from metacal.network import Network, coupling_layer, outputs_of
 from metacal.objective import Loss, Term
 
-__all__ = ["Batch", "Gradient", "Inner", "Last", "Mix", "NonFiniteError", "check_batch", "non_finite", "read"]
+__all__ = [
+    "Batch",
+    "Gradient",
+    "Inner",
+    "Last",
+    "Mix",
+    "NonFiniteError",
+    "check_batch",
+    "non_finite",
+    "read",
+    "values_of",
+]
 
 Mix = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, float]]
 """`(x, y, step) -> (x_mixed, y, y_other, weight)`, as `metacal.mixing.mixup` gives."""
@@ -284,6 +295,14 @@ class Inner:
             seen.append(layer.features(features, len(z)))
         x, y = (torch.cat([getattr(batch, name) for batch in parts]) for name in "xy")
         source.observe(_joined(seen), logits=_joined(logits), labels=y, inputs=x, epoch=parts[0].epoch)
+
+
+@torch.no_grad()
+def values_of(source: nn.Module, network: Network, x: Tensor, y: Tensor, epoch: float) -> Tensor:
+    """What the source gives for samples in the network's present mode, `(N,)` or 0-d. Neither takes note of them."""
+    with _Layer(network.model, getattr(source, "layer", None)) as layer:
+        logits, features = network.aside(x)
+    return source(layer.features(features, len(x)), logits=logits, labels=y, inputs=x, epoch=epoch)
 
 
 def non_finite(found: Mapping[str, float], names: Sequence[str]) -> str | None:

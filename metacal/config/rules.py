@@ -8,6 +8,7 @@ from metacal.config.parts import needs_meta, optimizer_of, outer_terms, penalty_
 from metacal.config.schema import Config
 from metacal.errors import require
 from metacal.losses import LOSSES, SIGNED, takes
+from metacal.monitors import measurable
 
 __all__ = ["validate"]
 
@@ -38,6 +39,8 @@ def _monitor(config: Config) -> None:
         ("certificate", m.certificate > 0),
     ):
         require(not on or m.every > 0, f"monitor.{key} needs monitor.every > 0, the steps between measurements")
+    if m.curvature and m.curvature_loss == "trained":
+        measurable(config.loss.name)
     require(
         m.certificate == 0 or m.curvature,
         f"monitor.certificate needs monitor.curvature=true, got {m.certificate} without it",

@@ -7,7 +7,7 @@ generator. What each costs is logged as ``time/monitor_<name>_ms``; a `Watch` ru
 """
 
 from metacal.monitors.calibration import CalibrationMonitor, CalibrationOptions
-from metacal.monitors.curvature import CurvatureMonitor, CurvatureOptions, curvature_values
+from metacal.monitors.curvature import CurvatureMonitor, CurvatureOptions, curvature_values, measurable
 from metacal.monitors.gamma import GammaMonitor, GammaOptions
 from metacal.monitors.margin import MarginMonitor, MarginOptions
 from metacal.monitors.subset import SubsetMonitor, SubsetOptions
@@ -27,6 +27,7 @@ __all__ = [
     "Watch",
     "Watched",
     "curvature_values",
+    "measurable",
 ]
 
 MONITORS: dict[str, type[MonitorOptions]] = {

@@ -18,12 +18,30 @@ from metacal.curvature import (
     hessian_trace,
     preconditioned_sharpness,
 )
+from metacal.curvature.loss import LOSSES, Focal, LabelSmoothing, LogitLoss, loss_of_rows
+from metacal.errors import require
 from metacal.models.backbone import Backbone
 from metacal.modes import evaluation_mode
-from metacal.monitors.watch import Charts, Monitor, MonitorOptions, State, Watched
+from metacal.monitors.watch import Charts, Monitor, MonitorOptions, State, Watched, WatchedLoss
 from metacal.options import option
 
-__all__ = ["CurvatureMonitor", "CurvatureOptions", "curvature_values"]
+__all__ = ["CurvatureMonitor", "CurvatureOptions", "curvature_values", "measurable"]
+
+
+def measurable(name: str, value: float | Tensor | None = None) -> LogitLoss:
+    """The loss of `metacal.losses` by this name as one whose curvature can be measured.
+
+    value: its gamma or smoothing, a number or one for each example. Raises `InputError` for other losses.
+    """
+    with_value = {"focal": Focal, "label_smoothing": LabelSmoothing}
+    require(
+        name in (*LOSSES, *with_value),
+        f"the curvature of the trained loss is known for {', '.join((*LOSSES, *with_value))}, got {name}: measure that "
+        "of cross_entropy",
+    )
+    if name in LOSSES:
+        return name
+    return with_value[name](0.0 if value is None else value)
 
 
 @dataclass
@@ -32,6 +50,11 @@ class CurvatureOptions(MonitorOptions):
 
     curvature: bool = option(False, "sharpness and traces on the train subset, every `monitor.every` steps")
     tolerance: float = option(0.01, "of the eigenvalues, relative", above=0, below=1)
+    curvature_loss: str = option(
+        "cross_entropy",
+        "whose: cross_entropy (mse where it is trained), or trained, the per-sample loss, without class weights",
+        choices=("cross_entropy", "trained"),
+    )
     certificate: int = option(0, "samples for the margin bound on the Gauss-Newton sharpness; 0: none", low=0)
 
     charts: ClassVar[Charts] = {
@@ -49,16 +72,20 @@ class CurvatureOptions(MonitorOptions):
     def build(self, watched: Watched) -> Sequence[Monitor]:
         if not self.curvature or not watched.keys.every:
             return []
+        loss: WatchedLoss = watched.loss
+        if self.curvature_loss == "trained":
+            assert watched.trained is not None
+            loss = watched.trained
         return [
             CurvatureMonitor(
                 *watched.subset("train"),
                 watched.keys.every,
                 tol=self.tolerance,
                 batch_size=watched.batch_size,
-                certificate=0 if watched.loss == "mse" else self.certificate,  # a bound for cross-entropy
+                certificate=self.certificate,
                 seed=watched.seed,
                 held_out=watched.subset("val"),
-                loss=watched.loss,
+                loss=loss,
             )
         ]
 
@@ -67,8 +94,9 @@ class CurvatureMonitor:
     """Curvature of the mean `loss` on a fixed training subset, in evaluation mode, every `every` steps.
 
     The loss is cross-entropy, whatever trains the model, so that methods compare; "mse" is for models trained on it,
-    whose logits are no log-probabilities. Searches start from the last measurement's vector. Logged under
-    ``curvature/``:
+    whose logits are no log-probabilities. A function of examples and epoch gives another one: that which is trained,
+    with the present gammas or smoothing, whose edge of stability is the one that training meets. Searches start from
+    the last measurement's vector. Logged under ``curvature/``:
 
     - gn_sharpness, hessian_sharpness: λ_max(G), λ_max(H), each with `_bound`, the relative error bound reached
     - gn_trace, hessian_trace, batch_sharpness, each with `_stderr`
@@ -76,7 +104,8 @@ class CurvatureMonitor:
       (2 (1 + β)/((1 + 2β) η) with Nesterov's), and edge_ratio, hessian_sharpness over it; for Adam and AdamW the edge
       2 (1 + β₁)/((1 − β₁) η) of the preconditioned_sharpness (Cohen et al. 2022)
     - held_out_gn_sharpness: λ_max(G) on the validation subset, where one is given
-    - certificate_ratio: λ_max(G) over its margin bound, at most 1, on the first `certificate` samples
+    - certificate_ratio: λ_max(G) over its margin bound, at most 1, on the first `certificate` samples; for
+      cross-entropy alone
 
     The constructor takes all that `curvature_values` does, and its cadence.
     """
@@ -93,7 +122,7 @@ class CurvatureMonitor:
         certificate: int = CurvatureOptions.certificate,
         seed: int = 0,
         held_out: tuple[Tensor, Tensor] | None = None,
-        loss: str = "cross_entropy",
+        loss: WatchedLoss = "cross_entropy",
     ) -> None:
         self.held_out, self.loss = held_out, loss
         self.x, self.y, self.every, self.tol = x, y, every, tol
@@ -101,6 +130,7 @@ class CurvatureMonitor:
         self._starts: dict[str, Sequence[Tensor]] = {}
 
     def measure(self, state: State) -> dict[str, float]:
+        loss = self._loss_on(self.x, self.y, state)
         values = curvature_values(
             state.backbone,
             self.x,
@@ -110,17 +140,21 @@ class CurvatureMonitor:
             certificate=self.certificate,
             seed=self.seed + state.step,
             starts=self._starts,
-            loss=self.loss,
+            loss=loss,
         )
         if self.held_out is not None:
             with evaluation_mode(state.backbone):
                 found = gn_sharpness(
-                    state.backbone, *self.held_out, self.tol, self._starts.get("held_out"), loss=self.loss
+                    state.backbone,
+                    *self.held_out,
+                    self.tol,
+                    self._starts.get("held_out"),
+                    loss=self._loss_on(*self.held_out, state),
                 )
             self._starts["held_out"] = found.vector
             values["curvature/held_out_gn_sharpness"] = found.value
         if state.optimizer is not None:
-            values |= self._edge(state, values["curvature/hessian_sharpness"])
+            values |= self._edge(state, values["curvature/hessian_sharpness"], loss)
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +163,10 @@ class CurvatureMonitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._starts = dict(state)
 
-    def _edge(self, state: State, sharpness: float) -> dict[str, float]:
+    def _loss_on(self, x: Tensor, y: Tensor, state: State) -> LogitLoss:
+        return self.loss(x, y, state.epoch) if callable(self.loss) else self.loss
+
+    def _edge(self, state: State, sharpness: float, loss: LogitLoss) -> dict[str, float]:
         assert state.optimizer is not None
         group = state.optimizer.param_groups[0]
         lr = group["lr"]
@@ -145,7 +182,7 @@ class CurvatureMonitor:
                     state.optimizer,
                     self.tol,
                     self._starts.get("preconditioned"),
-                    loss=self.loss,
+                    loss=loss,
                 )
             self._starts["preconditioned"] = found.vector
             edge = 2 * (1 + beta) / ((1 - beta) * lr)
@@ -173,7 +210,7 @@ def curvature_values(
     certificate: int = CurvatureOptions.certificate,
     seed: int = 0,
     starts: dict[str, Sequence[Tensor]] | None = None,
-    loss: str = "cross_entropy",
+    loss: LogitLoss = "cross_entropy",
 ) -> dict[str, float]:
     """One measurement of all that `CurvatureMonitor` describes; `starts` keeps eigenvectors from one to the next."""
     starts = {} if starts is None else starts
@@ -187,9 +224,10 @@ def curvature_values(
         for name, trace in (("gn_trace", gn_trace), ("hessian_trace", hessian_trace)):
             estimate = trace(backbone, x, y, seed=seed, loss=loss)
             values[name], values[f"{name}_stderr"] = estimate.value, estimate.stderr
-        estimate = batch_sharpness(backbone, zip(x.split(batch_size), y.split(batch_size)), loss=loss)
+        rows = [slice(i, i + batch_size) for i in range(0, len(x), batch_size)]
+        estimate = batch_sharpness(backbone, [(x[part], y[part], loss_of_rows(loss, part)) for part in rows])
         values["batch_sharpness"], values["batch_sharpness_stderr"] = estimate.value, estimate.stderr
-        if certificate:
+        if certificate and loss == "cross_entropy":  # of which it is a bound
             c = gn_norm_certificate(backbone, x[:certificate], y[:certificate])
             values |= {"certificate_bound": c.bound, "certificate_ratio": c.ratio}
     return {f"curvature/{k}": float(v) for k, v in values.items()}

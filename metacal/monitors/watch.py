@@ -10,14 +10,19 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from metacal.curvature.loss import LogitLoss
 from metacal.models.backbone import Backbone
 from metacal.pixels import Pixels
 from metacal.predictions import Predictions
 
-__all__ = ["Charts", "Monitor", "MonitorOptions", "State", "Watch", "Watched"]
+__all__ = ["Charts", "Monitor", "MonitorOptions", "State", "Watch", "Watched", "WatchedLoss"]
 
 Charts = dict[str, dict[str, list[str]]]
 """Category -> chart -> the tags in it, as regular expressions that match from the start."""
+
+
+WatchedLoss = str | Callable[[Tensor, Tensor, float], LogitLoss]
+"""Whose curvature is measured: by its name, or a function `(x, y, epoch)` of examples in evaluation mode."""
 
 
 class Watched(NamedTuple):
@@ -28,6 +33,7 @@ class Watched(NamedTuple):
         subset: "train" or "val" -> the fixed samples (x, y) of it to measure on.
         loss: whose curvature is measured, "cross_entropy" or "mse".
         has_gamma: whether there is a source of gammas. per_epoch: steps of an epoch.
+        trained: the loss that is trained, as a function of examples and epoch.
         pixels: how inputs are made of pixels in [0, 1]; None where that is not known.
     """
 
@@ -39,6 +45,7 @@ class Watched(NamedTuple):
     batch_size: int
     seed: int
     pixels: Pixels | None = None
+    trained: Callable[[Tensor, Tensor, float], LogitLoss] | None = None
 
 
 @dataclass

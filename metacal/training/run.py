@@ -44,6 +44,7 @@ from metacal.training.setup import (
     fixed_subset,
     pixels_of,
     prepare_data,
+    trained_loss,
     training_batches,
 )
 
@@ -206,6 +207,7 @@ def build_watch(config: Config, parts: Parts) -> Watch:
         batch_size=parts.train.batch_size if isinstance(parts.train, Batches) else config.data.batch_size,
         seed=config.seed,
         pixels=parts.pixels,
+        trained=functools.partial(trained_loss, config, parts.backbone, parts.gamma),
     )
     names = ["calibration"] if m.name == "off" else list(MONITORS)
     monitors: list[Monitor] = [x for name in names for x in made(MONITORS[name], m).build(watched)]

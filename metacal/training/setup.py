@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metacal.bilevel import MetaStep
-from metacal.bilevel.inner import Mix
+from metacal.bilevel.inner import Mix, values_of
 from metacal.calibration.surrogates import SURROGATES, Outer, build_outer
 from metacal.config import Config
 from metacal.config.parts import (
@@ -24,13 +24,16 @@ from metacal.config.parts import (
     smoothing_of,
     source_of,
 )
+from metacal.curvature.loss import LogitLoss
 from metacal.data import Batches, Data, Folds, LoaderBatches, Split, build_data
 from metacal.data.batches import derived_seed
 from metacal.errors import InputError, require
 from metacal.gamma import Around
 from metacal.mixing import mixup
 from metacal.models import Backbone, build_model
-from metacal.network import coupling_layer
+from metacal.modes import evaluation_mode
+from metacal.monitors import measurable
+from metacal.network import Network, coupling_layer
 from metacal.objective import Term, class_weights
 from metacal.options import options_of
 from metacal.pixels import Pixels, require_known
@@ -48,6 +51,7 @@ __all__ = [
     "pixels_of",
     "prepare_data",
     "train_batches",
+    "trained_loss",
     "training_batches",
 ]
 
@@ -257,6 +261,17 @@ def _mix(config: Config) -> Mix | None:
 def curvature_loss(config: Config) -> str:
     """The loss whose curvature is measured and penalised: mse for a model that trains on it, else cross-entropy."""
     return "mse" if config.loss.name == "mse" else "cross_entropy"
+
+
+def trained_loss(
+    config: Config, backbone: Backbone, source: nn.Module | None, x: Tensor, y: Tensor, epoch: float
+) -> LogitLoss:
+    """The per-sample loss that is trained, with the gammas or smoothing of these examples in evaluation mode."""
+    name = config.loss.name
+    if source is None:
+        return measurable(name, getattr(config.loss, "smoothing", None))
+    with evaluation_mode(backbone):
+        return measurable(name, values_of(source, Network(backbone), x, y, epoch))
 
 
 def build_terms(config: Config, pixels: Pixels | None) -> dict[str, Term]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from metacal.calibration import ece, kce
 from metacal.cli import main
-from metacal.curvature import gn_sharpness, hessian_sharpness
+from metacal.curvature import Focal, gn_sharpness, hessian_sharpness
 from metacal.margins import robust_margin
 from metacal.models import Backbone
 from metacal.monitors import CurvatureMonitor, GammaMonitor, MarginMonitor, State, SubsetMonitor, Watch
@@ -244,6 +244,40 @@ def test_full_monitor_in_a_run_and_curvature_of_its_checkpoints(tmp_path, capsys
     assert main(["curvature", str(folder), "--subset", "50"]) == 0
     assert "Tr H" in capsys.readouterr().out
     assert main(["curvature", str(folder), "--tolerance", "0"]) == 2
+
+
+def test_the_curvature_of_the_loss_that_is_trained(problem, tmp_path, capsys):
+    backbone, x, y = problem
+    gamma = torch.linspace(0, 3, len(x))
+    seen = []
+
+    def trained(x, y, epoch):
+        seen.append(epoch)
+        return Focal(gamma[: len(x)])
+
+    monitor = CurvatureMonitor(x, y, 1, tol=1e-4, certificate=8, loss=trained, held_out=(x[:20], y[:20]))
+    values = monitor.measure(State(backbone, epoch=3))
+    backbone.eval()
+    for name, measure in (("gn_sharpness", gn_sharpness), ("hessian_sharpness", hessian_sharpness)):
+        expected = measure(backbone, x, y, 1e-6, loss=Focal(gamma)).value
+        assert values[f"curvature/{name}"] == pytest.approx(expected, rel=1e-3)
+    assert seen == [3, 3] and "curvature/certificate_ratio" not in values
+    words = ["train", "model.hidden=[8]", "data.train_size=200", "epochs=1", "monitor.resamples=0", "monitor=full"]
+    words += ["monitor.every=1", "monitor.subset=64", "monitor.max_share=null", "monitor.curvature_loss=trained"]
+    assert main([*words, "method=dual_focal", f"run_dir={tmp_path / 'no'}"]) == 2
+    assert "known for cross_entropy, mse, focal, label_smoothing, got dual_focal" in capsys.readouterr().err
+    for method, more in (("gamma_net", []), ("label_smoothing", []), ("learned_smoothing", ["meta.lr=0.5"])):
+        folder = tmp_path / method
+        assert main([*words, f"method={method}", *more, f"run_dir={folder}"]) == 0
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        (logged,) = [line for line in lines if line["split"] == "curvature"]
+        assert logged["gn_sharpness"] > 0 and math.isfinite(logged["hessian_trace"])
+        capsys.readouterr()
+        found = []
+        for loss in ("trained", "cross_entropy"):
+            assert main(["curvature", str(folder), "--subset", "50", "--json", "--loss", loss]) == 0
+            found.append(json.loads(capsys.readouterr().out)["last.pt"]["hessian_trace"])
+        assert found[0] != pytest.approx(found[1], rel=1e-3)
 
 
 def test_monitors_do_not_touch_the_path_of_the_training(tmp_path):

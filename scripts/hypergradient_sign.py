@@ -37,9 +37,9 @@ from metacal.gamma import ScalarGamma
 OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sece h=.01": sece,
     "sece h=.05 l2": partial(sece, bandwidth=0.05, norm="l2"),
-    "sece h by batch, l2": partial(sece, bandwidth=None, norm="l2"),
+    "sece h by batch, l2": partial(sece, adaptive=True, norm="l2"),
     "soft_ece": soft_ece,
-    "soft_ece by batch": partial(soft_ece, temperature=None),
+    "soft_ece by batch": partial(soft_ece, adaptive=True),
     "mmce": mmce,
     "confidence_gap squared": partial(confidence_gap, squared=True),
     "gap squared + .1 nll": lambda z, y: confidence_gap(z, y, squared=True) + 0.1 * nll(z, y),

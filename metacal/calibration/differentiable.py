@@ -61,6 +61,7 @@ SECE_BANDWIDTH = 0.01
 
 Bandwidth = Annotated[float, Option("of the Laplacian kernel, in units of confidence", low=0.002)]
 Norm = Annotated[str, Option("of the gaps between confidence and accuracy", choices=("l1", "l2"))]
+Adaptive = Annotated[bool, Option("the kernel's or bins' width follows the size of the batch")]
 Bins = Annotated[int, Option("soft bins of the confidence", low=1)]
 
 
@@ -136,12 +137,11 @@ def batch_bandwidth(c: Tensor) -> float:
 def sece(
     logits: Tensor,
     labels: Tensor,
-    bandwidth: Annotated[
-        float | None, Option("h of the kernel, in units of confidence; null: by the batch", above=0)
-    ] = SECE_BANDWIDTH,
+    bandwidth: Annotated[float, Option("h of the kernel, in units of confidence", above=0)] = SECE_BANDWIDTH,
     self_term: Annotated[bool, Option("whether a sample counts among its own neighbours")] = True,
     norm: Norm = "l1",
     bank: Bank | None = None,
+    adaptive: Adaptive = False,
 ) -> Tensor:
     """Smooth expected calibration error of Meta-Regularization (arXiv 2303.15057).
 
@@ -150,7 +150,7 @@ def sece(
     The gradient flows through every c, inside the kernel too. It is exact, and of first order only.
 
     Args:
-        bandwidth: h, in units of confidence; None: `batch_bandwidth`, which the size of the batch decides.
+        bandwidth: h, in units of confidence. adaptive: in its place `batch_bandwidth`, by the size of the batch.
         self_term: True lets j = i count, as published: as h → 0 the value then tends to mean |a − c|, a
             reward for mere confidence. False leaves it out. The ratio is then taken relative to the nearest
             other reference, so that an isolated sample gets that one's correctness (the formula's limit),
@@ -160,7 +160,7 @@ def sece(
 
     Biased upwards for small N·h: see docs/surrogates.md for the size, and `effective_neighbours`.
     """
-    check_options(sece, bandwidth=bandwidth, self_term=self_term, norm=norm)
+    check_options(sece, bandwidth=bandwidth, self_term=self_term, norm=norm, adaptive=adaptive)
     logits, labels = check_batch(logits, labels)
     c, a = confidences(logits, labels)
     if bank is None:
@@ -171,7 +171,7 @@ def sece(
             bank_c.ndim == 1 and bank_c.shape == bank_a.shape,
             f"bank must be two tensors of shape (B,), got {tuple(bank_c.shape)} and {tuple(bank_a.shape)}",
         )
-    h = batch_bandwidth(torch.cat([c.detach(), bank_c])) if bandwidth is None else bandwidth
+    h = batch_bandwidth(torch.cat([c.detach(), bank_c])) if adaptive else bandwidth
     return PairSum.apply(sece_rule(h, self_term, norm), c, a, bank_c, bank_a)[0]
 
 
@@ -247,19 +247,21 @@ def soft_ece(
     logits: Tensor,
     labels: Tensor,
     n_bins: Bins = 15,
-    temperature: Annotated[float | None, Option("width of the soft bins; null: by the batch", above=0)] = 0.01,
+    temperature: Annotated[float, Option("width of the soft bins", above=0)] = 0.01,
     norm: Norm = "l2",
+    adaptive: Adaptive = False,
 ) -> Tensor:
     """Soft-binned ECE, SB-ECE (Karandikar et al. 2021), with their default of the l2 norm.
 
         (Σ_m S_m/N |A_m − C_m|^q)^(1/q),  S_m = Σ_i u_im,  u_i = softmax_m(−(c_i − (m − ½)/M)² / temperature)
 
-    A_m and C_m are the means of a and c under u_{·m}; q = 1 or 2. temperature: None takes 2 h², h = `batch_bandwidth`.
+    A_m and C_m are the means of a and c under u_{·m}; q = 1 or 2. adaptive: 2 h² in place of the
+    temperature, h = `batch_bandwidth`.
     """
-    check_options(soft_ece, n_bins=n_bins, temperature=temperature, norm=norm)
+    check_options(soft_ece, n_bins=n_bins, temperature=temperature, norm=norm, adaptive=adaptive)
     logits, labels = check_batch(logits, labels)
     c, a = confidences(logits, labels)
-    if temperature is None:
+    if adaptive:
         temperature = 2 * batch_bandwidth(c.detach()) ** 2
     return _soft_bins(c, a, n_bins, temperature, norm)
 

@@ -59,8 +59,12 @@ def _parser() -> Parser:
     parser.add_argument(
         "what", nargs="+", metavar="RUN|FILE.npz", help="run folders, or arrays logits|probs and labels"
     )
-    parser.add_argument("--split", choices=("train", "val", "test"), default="test", help="of a run; train: the images that "
-                        "it trained on, without augmentation (default: test)")  # fmt: skip
+    parser.add_argument(
+        "--split",
+        choices=("train", "val", "test"),
+        default="test",
+        help="of a run; train: the images that it trained on, without augmentation (default: test)",
+    )
     parser.add_argument(
         "--checkpoint", choices=("best", "last"), default="best", help="of a run: the selected epoch's, or the last's"
     )

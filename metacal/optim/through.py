@@ -119,8 +119,8 @@ def along(
 ) -> tuple[list[Tensor | None], list[State]]:
     """The tangents of θ' and m' along tangents of g, θ and m: U's derivative itself, in place of its transpose.
 
-    Each rule of `THROUGH` is linear in (u, s), and its transpose is what is looked for, ∂⟨rule(u, s), tangents⟩/∂(u, s):
-    so every optimizer that has a rule has this too.
+    Each rule of `THROUGH` is linear in (u, s), and its transpose is looked for, ∂⟨rule(u, s), tangents⟩/∂(u, s): so
+    every optimizer that has a rule has this too.
     """
     moved, states_ = list(theta), list(state)
     rule = THROUGH[step.kind]

@@ -23,8 +23,8 @@ _SECTIONS = {"method", "data", "model", "loss", "gamma", "optimizer", "schedule"
 def translated(plain: dict[str, Any]) -> dict[str, Any]:
     """A run's config as this version says it.
 
-    Milestones of gamma were whole epochs before they were fractions; meta images were augmented like training images,
-    and `margin_smoothness` and the radius of the monitors were in units of the inputs, before there were keys for these.
+    Milestones of gamma were whole epochs before they were fractions. Before there were keys for these, meta images were
+    augmented like training images, and `margin_smoothness` and the monitors' radius were in units of the inputs.
     """
     return _with_units(_with_fractions(_with_augmentation(plain)))
 

@@ -30,10 +30,10 @@ from metacal.report.report import Report
 from metacal.runs.folder import RunFolder
 from metacal.training.fit_data import FitData, evaluation_data, prepare_fit
 from metacal.training.logging import ConsoleLog, RunLog
-from metacal.training.loop import Progress
 from metacal.training.loop import train as train_loop
 from metacal.training.run import build_watch
 from metacal.training.setup import Parts, build_parts, choose_device
+from metacal.training.state import Progress
 
 __all__ = ["Fit", "fit"]
 
@@ -163,25 +163,22 @@ def fit(
         InputError: for input that cannot be used, before training.
         RunError: for a loss, gradient or hypergradient that is not finite.
     """
-    given = {"epochs": epochs, "seed": seed, "select": select, "patience": patience}
-    given |= {"data.batch_size": batch_size, "data.meta_from": meta_from}
+    given = {"epochs": epochs, "seed": seed, "select": select, "patience": patience, "data.batch_size": batch_size}
+    given["data.meta_from"] = meta_from
     config = _composed(method, overrides, given, optimizer, {"lr": lr, "weight_decay": weight_decay})
-    if meta is not None:
-        require(meta_from is None, f"meta_from says what serves as meta where none is given, got both ({meta_from!r})")
-        config = replace(config, data=replace(config.data, meta_from=DataConfig.meta_from))
     require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for callback in callbacks:
-        require(callable(callback), f"callbacks must be functions of what a validation measured, got {callback!r}")
+    _check_callbacks(callbacks)
+    if meta is not None:
+        config = _with_meta_given(config, meta_from)
     own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     backbone = Backbone(model, head)
     chosen = choose_device(device if device != "auto" or own is None else str(next(model.parameters()).device))
     backbone.to(chosen)
     with training_mode(backbone.net), _frozen(model, freeze), _as_numbers(own):
         data = prepare_fit(config, backbone, train, meta, val)
-        if class_weight is not None:
-            config.loss.class_weight = _as_listed(class_weight, data)
+        config.loss.class_weight = _as_listed(class_weight, data, config.loss.class_weight)
         said = pixels_as_said(pixels, data.kind, chosen)
-        parts = build_parts(config, backbone, data.train, data.meta, data.val, optimizer=own, pixels=said)
+        parts = build_parts(config, backbone, data.train, data.meta, data.val, own, said)
         done, best, history = _trained(config, parts, run_dir, progress, callbacks)
     backbone.load_state_dict(best)
     backbone.eval()
@@ -202,14 +199,27 @@ def fit(
     )
 
 
-def _as_listed(class_weight: str | Sequence[float] | Mapping[Any, float], data: FitData) -> Any:
-    """Class weights as a config has them: by a rule's name, or one number for each class."""
-    if isinstance(class_weight, str):
-        return class_weight
+def _as_listed(class_weight: str | Sequence[float] | Mapping[Any, float] | None, data: FitData, default: Any) -> Any:
+    """Class weights as a config has them: by a rule's name, or one number for each class; None: the default."""
+    if class_weight is None or isinstance(class_weight, str):
+        return default if class_weight is None else class_weight
     assert data.task.n_classes is not None
     weights = class_weights(class_weight, data.task.n_classes, names=data.task.class_names)
     assert weights is not None
     return weights.tolist()
+
+
+def _with_meta_given(config: Config, meta_from: str | None) -> Config:
+    require(
+        meta_from is None,
+        f"meta_from says what serves as meta where none is given, got {meta_from!r} and meta",
+    )
+    return replace(config, data=replace(config.data, meta_from=DataConfig.meta_from))
+
+
+def _check_callbacks(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        require(callable(callback), f"callbacks must be functions of what a validation measured, got {callback!r}")
 
 
 @contextmanager

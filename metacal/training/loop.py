@@ -7,19 +7,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from metacal.bilevel import NonFiniteError
 from metacal.config import Config
 from metacal.config.parts import needs_meta, schedule_of
 from metacal.data import Batches
-from metacal.errors import InputError, RunError, require
+from metacal.errors import InputError, RunError
 from metacal.margins import true_margin
 from metacal.monitors import State, Watch
 from metacal.optim.schedule import factor_at
@@ -32,31 +29,12 @@ from metacal.training.outer_notes import OuterNotes
 from metacal.training.running import RunningMeasures
 from metacal.training.selection import scaled_values, score
 from metacal.training.setup import Parts
+from metacal.training.state import Progress, best_weights, complete_state, kept, require_finite_weights, save_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Progress", "train"]
-
-
-@dataclass
-class Progress:
-    """Where a run is. With the states of its modules and generators it is all that a resume needs."""
-
-    epoch: int = 0
-    batch: int = 0  # the next one of this epoch
-    step: int = 0
-    outer_steps: int = 0
-    outer_in_epoch: int = 0  # how many of them in this epoch
-    best_score: float = math.inf  # of the selected epoch, see `selection.score`
-    best_nll: float = math.inf  # its val NLL
-    best_epoch: int = 0
-    ended: bool = False  # before the last epoch: by patience, or because somebody asked for it
-    seconds: float = 0.0  # of training, interruptions left out
-    # Sum and count of what the steps reported since the last line of the log.
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
-    running: dict[str, Any] = field(default_factory=dict)  # of the training batches since the last validation
-    outer: dict[str, Any] = field(default_factory=dict)  # what `OuterNotes` has seen
+__all__ = ["train"]
 
 
 def train(
@@ -130,7 +108,7 @@ class _Training:
         self.notes = OuterNotes(parts.gamma)
         if p.outer:
             self.notes.load_state_dict(p.outer)
-        self.best = _best_weights(folder, p)
+        self.best = best_weights(folder, p)
         self.config_text = "" if folder is None else folder.config.read_text()  # each checkpoint has a copy
         self.meta_stream: Iterator[tuple[Tensor, ...]] | None = None
         visits = isinstance(parts.meta, Batches) and parts.meta.visits is not None
@@ -216,7 +194,7 @@ class _Training:
             p.ended = config.patience is not None and p.epoch - p.best_epoch >= config.patience
             p.ended |= after_validation is not None and after_validation(dict(self.log.history[-1]))
         if folder is not None and config.keep_every and p.epoch % config.keep_every == 0:
-            _save_weights(folder.checkpoint(p.epoch), parts.backbone.state_dict(), p, self.config_text)
+            save_weights(folder.checkpoint(p.epoch), parts.backbone.state_dict(), p, self.config_text)
         due = p.epoch * self.per_epoch % self.save_every == 0 or self.save_every < self.per_epoch
         self.owed = self.owed or due
         if p.ended or p.epoch == config.epochs or (self.owed and parts.step.resting):
@@ -234,7 +212,7 @@ class _Training:
             p.best_score, p.best_nll, p.best_epoch = value, values["val/nll"], p.epoch
             self.best = copy.deepcopy(dict(parts.backbone.state_dict()))
             if self.folder is not None:
-                _save_weights(self.folder.best, self.best, p, self.config_text)
+                save_weights(self.folder.best, self.best, p, self.config_text)
         shown = {k.removeprefix("val/"): v for k, v in values.items()}
         self.console.epoch(p.epoch, shown, ("accuracy", "nll", "ece"))
 
@@ -249,22 +227,6 @@ class _Training:
         self.console.stop()
 
 
-def require_finite_weights(module: nn.Module, step: int, folder: RunFolder | None) -> None:
-    """Never save weights over good ones when a parameter is infinite or not a number: a step can overflow.
-
-    Raises:
-        RunError: saying what is left.
-    """
-    if not all(bool(torch.isfinite(p).all()) for p in module.parameters()):
-        raise RunError(f"the weights are not finite after step {step}; {_kept(folder)}; lower optimizer.lr")
-
-
-def _kept(folder: RunFolder | None) -> str:
-    if folder is not None and folder.last.is_file():
-        return f"the last good checkpoint is {folder.last}"
-    return "nothing was saved"
-
-
 @contextmanager
 def _naming_the_step(p: Progress, folder: RunFolder | None, what: str) -> Iterator[None]:
     """Turn a non-finite number, or one that a measure refuses, into an error that says where and what is left."""
@@ -273,7 +235,7 @@ def _naming_the_step(p: Progress, folder: RunFolder | None, what: str) -> Iterat
         yield
     except NonFiniteError as error:
         raise RunError(
-            f"non-finite {error.quantity} ({error.value}) {where}; {_kept(folder)}; lower optimizer.lr, "
+            f"non-finite {error.quantity} ({error.value}) {where}; {kept(folder)}; lower optimizer.lr, "
             "set optimizer.clip_norm, or leave such steps out with nonfinite=skip"
         ) from None
     except InputError as error:
@@ -281,7 +243,7 @@ def _naming_the_step(p: Progress, folder: RunFolder | None, what: str) -> Iterat
         # measures refuse logits that are not finite; data are refused for what they are
         unfit = what != "the training step" and str(error).startswith("logits")
         hint = "; lower optimizer.lr" if unfit else ""
-        raise RunError(f"{what} {where} failed: {error}; {_kept(folder)}{hint}") from None
+        raise RunError(f"{what} {where} failed: {error}; {kept(folder)}{hint}") from None
 
 
 # What `MetaStep.step` and the loop report of a step, under its name in the log; names with a slash keep theirs.
@@ -351,52 +313,3 @@ def _figures(config: Config, state: State, running: RunningMeasures | None) -> d
             gamma_scatter, *sample, title=f"training samples, epoch {state.epoch}"
         )
     return figures
-
-
-def complete_state(parts: Parts, p: Progress, watch: Watch, log: RunLog, config_text: str = "") -> dict[str, Any]:
-    """Everything that decides the rest of the run, as tensors and plain Python."""
-    return {
-        "config": config_text,
-        "progress": asdict(p),
-        "log": log.state_dict(),
-        "backbone": parts.backbone.state_dict(),
-        "gamma": parts.gamma.state_dict() if parts.gamma is not None else None,
-        "optimizer": parts.optimizer.state_dict(),
-        "meta_optimizer": parts.meta_optimizer.state_dict() if parts.meta_optimizer is not None else None,
-        "step": parts.step.state_dict(),
-        "watch": watch.state_dict(),
-        "rng": checkpoint.rng_state(parts.device),
-    }
-
-
-def restore(parts: Parts, watch: Watch, state: Mapping[str, Any], where: str) -> Progress:
-    """Undo to what `complete_state` read; returns the progress.
-
-    Raises:
-        InputError: when the state is of another model, or holds weights only.
-    """
-    missing = [key for key in ("progress", "optimizer", "step", "watch", "rng") if key not in state]
-    require(not missing, f"{where} cannot be resumed from: it has no {', '.join(missing)}")
-    checkpoint.load_weights(parts.backbone, state["backbone"], where)
-    parts.optimizer.load_state_dict(state["optimizer"])
-    if parts.gamma is not None:
-        checkpoint.load_weights(parts.gamma, state["gamma"] or {}, where)
-    if parts.meta_optimizer is not None:
-        parts.meta_optimizer.load_state_dict(state["meta_optimizer"])
-    parts.step.load_state_dict(state["step"])
-    watch.load_state_dict(state["watch"])
-    checkpoint.set_rng_state(state["rng"], parts.device)
-    progress = dict(state["progress"])
-    progress.setdefault("best_score", progress["best_nll"])  # older runs selected the least NLL
-    return Progress(**progress)
-
-
-def _save_weights(file: Path, weights: Mapping[str, Tensor], p: Progress, config_text: str) -> None:
-    checkpoint.save(file, {"config": config_text, "backbone": dict(weights), "epoch": p.epoch})
-
-
-def _best_weights(folder: RunFolder | None, p: Progress) -> dict[str, Tensor]:
-    """The best weights so far of a resumed run."""
-    if folder is None or p.best_epoch == 0:
-        return {}
-    return checkpoint.load(folder.best)["backbone"]

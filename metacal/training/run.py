@@ -33,7 +33,7 @@ from metacal.runs.config import require_same_config
 from metacal.runs.folder import RunFolder
 from metacal.runs.versions import versions
 from metacal.training.logging import ConsoleLog, RunLog
-from metacal.training.loop import Progress, restore, train
+from metacal.training.loop import train
 from metacal.training.setup import (
     Parts,
     build_backbone,
@@ -47,6 +47,7 @@ from metacal.training.setup import (
     trained_loss,
     training_batches,
 )
+from metacal.training.state import Progress, restore
 
 __all__ = ["Outcome", "build_watch", "run", "show_together"]
 

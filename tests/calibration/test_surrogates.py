@@ -112,12 +112,12 @@ def test_the_bandwidth_follows_the_batch(n):
     h = 1.06 * float(c.std(correction=0)) * n**-0.2
     assert S.batch_bandwidth(c) == pytest.approx(h, rel=1e-12)
     # a constant in the gradient, so that value and gradient are those at that h
-    for by_batch, fixed in [({"bandwidth": None}, {"bandwidth": h}), ({"bandwidth": None, "norm": "l2"},) * 2]:
-        fixed = {**fixed, "bandwidth": h}
+    for by_batch in ({"adaptive": True}, {"adaptive": True, "norm": "l2"}):
+        fixed = {**by_batch, "bandwidth": h, "adaptive": False}
         pairs = zip(*(value_and_grad(S.sece, logits, labels, **keys) for keys in (by_batch, fixed)))
         for one, other in pairs:
             torch.testing.assert_close(one, other)
-    soft = value_and_grad(S.soft_ece, logits, labels, temperature=None)
+    soft = value_and_grad(S.soft_ece, logits, labels, adaptive=True)
     for one, other in zip(soft, value_and_grad(S.soft_ece, logits, labels, temperature=2 * h * h)):
         torch.testing.assert_close(one, other)
     assert S.batch_bandwidth(torch.full((7,), 0.3)) == S.BANDWIDTHS[0]

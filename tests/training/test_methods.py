@@ -12,7 +12,7 @@ import metacal
 from metacal.config.compose import compose, config_dir
 from metacal.errors import InputError
 from metacal.training.logging import ConsoleLog, RunLog
-from metacal.training.loop import Progress, complete_state, restore, train
+from metacal.training.loop import train
 from metacal.training.run import build_watch
 from metacal.training.setup import (
     Parts,
@@ -23,6 +23,7 @@ from metacal.training.setup import (
     prepare_data,
     training_batches,
 )
+from metacal.training.state import Progress, complete_state, restore
 
 SMALL = [
     "data.train_size=200",

@@ -376,7 +376,7 @@ def test_a_sweep_with_a_bad_value_starts_nothing(tmp_path, monkeypatch, capsys):
 def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(finished):
     from metacal.errors import RunError
     from metacal.runs.folder import RunFolder
-    from metacal.training.loop import require_finite_weights
+    from metacal.training.state import require_finite_weights
 
     net = torch.nn.Linear(2, 2)
     require_finite_weights(net, 7, RunFolder(finished))

@@ -63,7 +63,7 @@ def _parser() -> Parser:
         "--split",
         choices=("train", "val", "test"),
         default="test",
-        help="of a run; train: the images that it trained on, without augmentation (default: test)",
+        help="of a run; train: the images that it trained on, as they are (default: test)",
     )
     parser.add_argument(
         "--checkpoint", choices=("best", "last"), default="best", help="of a run: the selected epoch's, or the last's"

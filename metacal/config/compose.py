@@ -50,6 +50,7 @@ def register_schema(words: Sequence[str] = ()) -> None:
         holder[name] = described.default
     store = ConfigStore.instance()
     store.store(name="schema", node=schema)
+    store.store(name="default_method", node={"defaults": [{"/method": Config.method}]})
     for name in re.findall(rf"{TORCHVISION}(\w+)", " ".join(word for word in words if key_of(word) == "model")):
         node = {"name": f"{TORCHVISION}{name}"}
         store.store(group=f"model/{TORCHVISION.rstrip('/')}", name=name, node=node, package="model")

@@ -98,7 +98,7 @@ def fit(
     train: Any,
     meta: Any = None,
     val: Any = None,
-    method: str = "gamma_net",
+    method: str = Config.method,
     *,
     meta_from: str | None = None,
     epochs: int | None = None,
@@ -121,7 +121,7 @@ def fit(
 ) -> Fit:
     """Train `model` for calibration, in place.
 
-    >>> result = metacal.fit(model, (x, y), method="gamma_net", epochs=30)      # doctest: +SKIP
+    >>> result = metacal.fit(model, (x, y), epochs=30)                          # doctest: +SKIP
     >>> print(result.evaluate((x_test, y_test)))                                # doctest: +SKIP
     >>> probabilities = result.predict_proba(x_new)                             # doctest: +SKIP
 
@@ -136,7 +136,8 @@ def fit(
         meta_from: where `meta` is missing: ``"train"``, a stratified tenth of `train`, which is then not trained on;
             ``"val"``, the images of `val`, whose scores are then fitted; ``"folds"``, at each epoch another fold of
             `train`, which this epoch does not train on (docs/data.md). None: as the method's file says, else "train".
-        method: a name in `configs/method/`, such as gamma_net, focal, cross_entropy.
+        method: a name in `configs/method/`, such as gamma_net, focal, cross_entropy; that of `metacal train` if none is
+            given.
         epochs, batch_size, seed: of the training; `batch_size` does not touch a DataLoader.
         select: the epoch whose weights the model keeps: of the least validation ``"nll"`` or ``"ece"``, these after the
             one fitted temperature (``"nll_scaled"``, ``"ece_scaled"``), of the highest ``"accuracy"``, or the

@@ -13,8 +13,10 @@ import torch
 from metacal.calibration import TemperatureScaling, ece, nll
 from metacal.cli import main
 from metacal.errors import InputError
+from metacal.predict import predict
 from metacal.predictions import Predictions
 from metacal.report.ensemble import average
+from metacal.training.saved import load_run
 
 WORDS = ["model.hidden=[8]", "data.train_size=300", "epochs=3", "threads=1", "monitor.resamples=0", "progress=false"]
 
@@ -60,6 +62,20 @@ def refused(capsys, *argv: str | Path) -> str:
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     return error
+
+
+def test_train_is_measured_without_augmentation_and_scaled_by_val(runs, tmp_path, capsys):
+    run = train(tmp_path / "run", "data.flip=true", "data.crop_padding=2", "data.fold_meta_into_train=false")
+    capsys.readouterr()
+    _, data, backbone = load_run(run)
+    x, y = data.train.transform(data.train.storage), data.train.labels
+    p = predict(backbone, [(x, y)])
+    measured = evaluate(capsys, run, "--split", "train", "--resamples", "0")
+    assert measured["n"] == len(y) == 270 and measured["nll"] == pytest.approx(nll(p), rel=1e-6)
+    scaled = TemperatureScaling().fit(saved(run, "val")).apply(p)
+    assert measured["nll_scaled"] == pytest.approx(nll(scaled), rel=1e-6)
+    assert "members may have trained on different images" in refused(capsys, *runs, "--ensemble", "--split", "train")
+    assert "--split train does not go with --shift" in refused(capsys, run, "--shift", "--split", "train")
 
 
 # ------------------------------------------------------------------------------------------------ ensembles

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import metacal
+from metacal.config import Config
+from metacal.config.compose import compose
 from metacal.errors import InputError
 
 
@@ -72,6 +76,12 @@ def test_a_model_is_trained_in_place_and_reported():
     assert torch.allclose(torch.softmax(raw.log() / result.scaling.temperature, 1), p, atol=1e-6)
     assert [h["epoch"] for h in result.history] == [1, 2, 3, 4] and "val/ece" in result.history[0]
     assert result.best_epoch == min(result.history, key=lambda h: h["val/nll"])["epoch"]
+
+
+def test_fit_trains_by_the_method_that_the_command_trains_by():
+    result = metacal.fit(net(), blobs(60), **ONCE)
+    assert result.config.method == compose([]).method == Config.method == "metacal"
+    assert asdict(result.config.penalties) == asdict(compose([]).penalties)
 
 
 def test_the_same_call_gives_the_same_model():

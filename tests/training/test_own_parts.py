@@ -81,7 +81,7 @@ def test_a_run_of_own_parts_is_trained_logged_compared_and_printed(own, tmp_path
     }
     assert config["meta"]["scale"] == 3.0 and "bandwidth" not in config["meta"]
     lines = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
-    assert sum("norm" in line for line in lines if line["split"] == "weights") == 3
+    assert sum("norm" in line for line in lines if line["split"] == "weights") == 4  # 200 images in batches of 50
     assert any(line.get("logit_norm", 0) > 0 for line in lines if line["split"] == "penalty")
     assert any(line.get("outer_loss", 0) > 0 for line in lines if line["split"] == "meta")
     assert "weights" in layout(["weights/norm"])

@@ -56,11 +56,8 @@ def build_window(
 
 def on_backbone(network: Network, class_weight: Sequence[float] | Tensor | None) -> Tensor | None:
     """The weights of the classes in the precision and on the device of the network; None without any."""
-    if class_weight is None:
-        return None
-    weights, first = class_weights(class_weight, len(class_weight)), network.params[0]
-    assert weights is not None
-    return weights.to(first.device, first.dtype)
+    weights = None if class_weight is None else class_weights(class_weight, len(class_weight))
+    return None if weights is None else weights.to(network.params[0])
 
 
 def check_parameters(

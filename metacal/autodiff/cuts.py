@@ -1,4 +1,4 @@
-"""Whether a network's logits depend on values that it takes out of the derivative."""
+"""Whether a network tells its backward pass something else than its values say."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from metacal.autodiff.exposed import opened
 from metacal.autodiff.jets import tensors
 
 __all__ = ["Cuts"]
@@ -22,14 +23,17 @@ _SHAPE_ONLY = {
 
 class Cuts(TorchFunctionMode):
     """Inside `with Cuts() as cuts: z = model(x)`, follows what `detach`, `.data` and `no_grad` made of values with a
-    graph; `cuts.reach(z)` says whether z was computed from any of it.
+    graph, within functions of torch.nn.functional too; `cuts.reach(z)` says whether z was computed from any of it, and
+    `cuts.hooked` whether a value was given a hook on its gradient.
 
-    A backward pass takes such values as constants, a difference of two forward passes does not.
+    A backward pass takes such values as constants and runs such hooks, a difference of two forward passes does not.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.hooked = False
         self._cut: Any = WeakTensorKeyDictionary()  # whether it had a graph when it was made
+        self._open: list[Any] = []  # functions whose parts are being followed: one that calls itself has no parts
 
     def reach(self, z: Tensor) -> bool:
         # a value made without a graph that has one now came out of an autograd Function, whose derivative is its own
@@ -39,6 +43,15 @@ class Cuts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            self.hooked = True
+        elif func not in self._open and (parts := opened(func)) is not None:
+            self._open.append(func)
+            try:
+                with self:
+                    return parts(*args, **kwargs)
+            finally:
+                self._open.pop()
         inputs = list(tensors((*args, *kwargs.values())))
         graph = any(t.requires_grad for t in inputs)
         result = func(*args, **kwargs)

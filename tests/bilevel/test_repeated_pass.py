@@ -105,6 +105,21 @@ class StraightThroughFunction(Net):
         return 0.5 * _Sign.apply(h) + torch.tanh(self.b(h))
 
 
+class HardGumbel(Net):
+    """One of the hidden values, drawn, with the derivative of the softmax: the detach is within torch's function."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h * nn.functional.gumbel_softmax(self.b(h), hard=True)
+
+
+class GradientHook(Net):
+    def middle(self, h: Tensor) -> Tensor:
+        h = torch.tanh(self.b(h))
+        if h.requires_grad:
+            h.register_hook(lambda cotangent: 1.1 * cotangent)
+        return h
+
+
 class PythonsRandom(Net):
     """A layer that Python's random numbers skip, and a factor of theirs; on training batches alone."""
 
@@ -334,9 +349,9 @@ CASES: dict[str, type[Net]] = {
     cls.__name__: cls
     for cls in (
         Constants, TensorConstants, InPlaceInput, NoGradStatistics, DetachedStatistics, StraightThrough,
-        StraightThroughFunction, PythonsRandom, NumpysRandom, OwnGenerator, Counts, ReassignedBuffers, InPlaceBuffers,
-        PlainState, PlainStateInPlace, Profiled, Checkpointed, Reentrant, Cube, CubeBackward, CubeOnce, Complex,
-        Embedded, SparseEmbedded, Bag, FrozenLayers, WritesItself, Hooked,
+        StraightThroughFunction, HardGumbel, GradientHook, PythonsRandom, NumpysRandom, OwnGenerator, Counts,
+        ReassignedBuffers, InPlaceBuffers, PlainState, PlainStateInPlace, Profiled, Checkpointed, Reentrant, Cube,
+        CubeBackward, CubeOnce, Complex, Embedded, SparseEmbedded, Bag, FrozenLayers, WritesItself, Hooked,
     )
 }  # fmt: skip
 
@@ -352,6 +367,8 @@ MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
     "DetachedStatistics": ("difference",),
     "StraightThrough": ("difference",),
     "StraightThroughFunction": ("forward", "difference"),
+    "HardGumbel": ("difference",),
+    "GradientHook": ("difference",),
     "ReassignedBuffers": ("difference",),
     "InPlaceBuffers": ("difference",),
     "PlainState": ("difference",),

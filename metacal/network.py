@@ -33,6 +33,7 @@ __all__ = [
     "coupling_layer",
     "logits_in",
     "logits_of",
+    "naming_reentrant_checkpoints",
     "on_copies",
     "outputs_of",
     "plain",
@@ -365,6 +366,20 @@ def check_repeated(repeated: Tensor, recorded: Tensor, tolerance: float, remedy:
             "forward depends on something besides inputs, parameters, buffers, plain attributes and the random "
             f"streams of torch, Python and numpy; {remedy}"
         )
+
+
+@contextmanager
+def naming_reentrant_checkpoints() -> Iterator[None]:
+    """Raise `InputError` where a gradient is asked for that torch's reentrant checkpointing does not give."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise InputError(
+            "model uses torch.utils.checkpoint with use_reentrant=True, through which no gradient can be taken "
+            "aside: set use_reentrant=False"
+        ) from error
 
 
 # -- attention ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ __all__ = [
     "graph_names",
     "is_leaf",
     "kind_of",
+    "leaf_under",
     "leaf_uses",
     "nodes_of",
     "require_second_derivative",
@@ -56,9 +57,27 @@ def kind_of(node: Any) -> str:
     return node.name().split("Backward")[0].split("::")[-1]
 
 
-def leaf_uses(*roots: Any) -> Counter[int]:
-    """How many edges of the graphs lead to each leaf, by id of the leaf tensor."""
-    return Counter(id(child.variable) for node in nodes_of(*roots) for child in below(node) if is_leaf(child))
+_LEAF_VIEWS = {"T", "View", "Transpose", "Permute", "Expand", "Unsqueeze", "ReshapeAlias", "Reshape"}
+
+
+def leaf_under(node: Any) -> Any | None:
+    """The leaf's node of which a node is, or is but a view; else None."""
+    while not is_leaf(node):
+        if kind_of(node) not in _LEAF_VIEWS or len(below(node)) != 1:
+            return None
+        (node,) = below(node)
+    return node
+
+
+def leaf_uses(*tensors: Tensor) -> Counter[int]:
+    """How many operations in the graphs of tensors read each leaf or a view of it, by id of the leaf tensor.
+
+    A view may be read twice: a derivative that is part of the forward pass reads the transposed weight of its layer.
+    """
+    ends = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    read = [child for node in nodes_of(*tensors) if leaf_under(node) is None for child in below(node)]
+    leaves = [leaf_under(node) for node in (*ends, *read)]
+    return Counter(id(leaf.variable) for leaf in leaves if leaf is not None)
 
 
 def without_second_derivative(*gradients: Tensor | None) -> str | None:

@@ -31,7 +31,7 @@ from metacal.bilevel.unrolled import HIGHER
 from metacal.bilevel.window import OneStep
 from metacal.calibration.surrogates import Outer, build_outer
 from metacal.errors import InputError, require, require_choice
-from metacal.network import Network, on_copies
+from metacal.network import Network, naming_reentrant_checkpoints, on_copies
 from metacal.objective import Loss, Penalty, Term, build_loss, build_penalties
 from metacal.optim.transpose import check_supported, total_norm
 
@@ -238,6 +238,7 @@ class MetaStep:
         assert hypergradient is not None
         return hypergradient
 
+    @naming_reentrant_checkpoints()
     def _advance(
         self, batches: Sequence[tuple[Tensor, Tensor]], x_meta: Tensor | None, y_meta: Tensor | None
     ) -> tuple[dict[str, float], list[Tensor] | None]:
@@ -245,19 +246,6 @@ class MetaStep:
 
         Raises `NonFiniteError` before the step; the outer part's own numbers are for the caller to check.
         """
-        try:
-            return self._step_and_outer(batches, x_meta, y_meta)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            raise InputError(
-                "model uses torch.utils.checkpoint with use_reentrant=True, through which no gradient can be taken "
-                "aside: set use_reentrant=False"
-            ) from error
-
-    def _step_and_outer(
-        self, batches: Sequence[tuple[Tensor, Tensor]], x_meta: Tensor | None, y_meta: Tensor | None
-    ) -> tuple[dict[str, float], list[Tensor] | None]:
         for x, y in batches:
             check_batch(x, y, "")
         if x_meta is not None:

@@ -35,7 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from metacal.autodiff.derivatives import filled
 from metacal.autodiff.graph import leaf_uses
-from metacal.curvature.problem import Problem
+from metacal.curvature.problem import OtherWay, Problem, tolerance_of
 from metacal.errors import require
 
 __all__ = [
@@ -128,9 +128,13 @@ def examples_depend(problem: Problem) -> str | None:
     together, alone = logits
     if problem.random or not bool(torch.isfinite(torch.stack(logits)).all()):
         return None  # the checks of the whole batch say where logits are not finite
-    if torch.allclose(together, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
+    problem.part(slice(0, 1)).note(alone[None])
+    tolerance = tolerance_of(alone)
+    if torch.allclose(together, alone, rtol=tolerance, atol=tolerance * float(alone.abs().max())):
         return None
-    return "an example's logits change with the other examples of its batch"
+    with torch.no_grad():
+        problem.part(slice(0, 1)).logits()  # which raises where two passes of the same differ
+    return str(OtherWay())
 
 
 def cache_block(problem: Problem, share: int = 1) -> int | None:
@@ -314,10 +318,10 @@ def _other_gram(captured: Captured, w: Tensor) -> Tensor:
     )
     chosen = {n: p.detach() for n, p in zip(problem.names, problem.params) if n in set(captured.others)}
 
-    def rows(xn: Tensor, wn: Tensor) -> Tensor:
-        pull = torch.func.vjp(lambda sub: problem.logits(sub, xn[None])[0], chosen)[1]
+    def rows(xn: Tensor, wn: Tensor) -> tuple[Tensor, Tensor]:
+        z, pull = torch.func.vjp(lambda sub: problem.logits(sub, xn[None])[0], chosen)
         per_class = [torch.cat([g.reshape(-1) for g in pull(wc)[0].values()]) for wc in wn]
-        return torch.stack(per_class)
+        return torch.stack(per_class), z
 
     n, c = w.shape[:2]
     size = sum(p.numel() for p in chosen.values())
@@ -325,16 +329,21 @@ def _other_gram(captured: Captured, w: Tensor) -> Tensor:
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")  # functions that vmap takes one by one
-            return torch.cat(
-                [_gram(torch.func.vmap(rows)(problem.x[i : i + step], w[i : i + step])) for i in range(0, n, step)]
-            )
+            grams, logits = [], []
+            for i in range(0, n, step):
+                gradients, z = torch.func.vmap(rows)(problem.x[i : i + step], w[i : i + step])
+                grams.append(_gram(gradients))
+                logits.append(z)
     except (RuntimeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
+    else:
+        problem.note(torch.cat(logits), alone=True)
+        return torch.cat(grams)
     leaves = [p for n, p in zip(problem.names, problem.params) if n in chosen]
     grams = []
     for i in range(n):
-        z = problem.logits(x=problem.x[i : i + 1])
+        z = problem.part(slice(i, i + 1)).logits()
         per_class = [
             torch.autograd.grad(z, leaves, w[i, j][None], retain_graph=True, allow_unused=True) for j in range(c)
         ]

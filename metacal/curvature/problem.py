@@ -3,23 +3,25 @@
 `Problem` holds a network, a batch and a loss after all checks; `Problem.logits` is the only place of the folder
 that calls the network. Each evaluation leaves the network and the random streams as it found them
 (`metacal.network`), writes no `.grad`, and has autocast off; attention runs as plain matrix products (the fused
-kernels have no double backward).
+kernels have no double backward). Logits of the same examples are compared from evaluation to evaluation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from metacal.curvature.loss import LogitLoss, check_loss, loss_of_rows
 from metacal.errors import InputError, require
-from metacal.network import Network, Streams, coupling_layer
+from metacal.network import Network, Streams, check_repeated, coupling_layer, naming_reentrant_checkpoints
 
-__all__ = ["Problem", "check_vector"]
+__all__ = ["OtherWay", "Problem", "check_vector"]
 
 
 def _is_backbone(model: nn.Module) -> bool:
@@ -29,8 +31,21 @@ def _is_backbone(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _exact_math(device: torch.device) -> Iterator[None]:
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    plain = torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False)
+    with plain[0], plain[1], plain[2], naming_reentrant_checkpoints():
         yield
+
+
+class OtherWay(InputError):
+    """An example takes another way through the network alone than with the other examples of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__("an example's logits change with the other examples of its batch")
+
+
+def tolerance_of(z: Tensor) -> float:
+    """Relative rounding error that logits of two evaluations may differ by."""
+    return 1e-9 if z.dtype == torch.float64 else 1e-3
 
 
 @dataclass
@@ -46,6 +61,8 @@ class Problem:
     pairs: bool = False  # whether the model may return (logits, features)
     random: bool = False  # whether the last evaluation drew random numbers
     row_modules: set[nn.Module] | None = None  # see `layers.examples_depend`
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # places of the examples in the batch
+    noted: dict[bytes, tuple[np.ndarray, Tensor]] = field(default_factory=dict)  # rows and logits, see `note`
 
     @classmethod
     def of(
@@ -90,7 +107,8 @@ class Problem:
             x, y = (t.clone() if t.is_inference() else t.detach() for t in (x, y))
             y = y.to(device=x.device, dtype=torch.long)
             loss = check_loss(loss, x)
-        return cls(network, x, y, loss, randomness, seed, pairs or _is_backbone(network.model))
+        pairs = pairs or _is_backbone(network.model)
+        return cls(network, x, y, loss, randomness, seed, pairs, rows=np.arange(len(x)))
 
     @property
     def model(self) -> nn.Module:
@@ -118,7 +136,8 @@ class Problem:
 
     def part(self, rows: slice | Tensor) -> Problem:
         """The same problem on some of the examples."""
-        return replace(self, x=self.x[rows], y=self.y[rows], loss=loss_of_rows(self.loss, rows))
+        places = self.rows[rows.cpu().numpy() if isinstance(rows, Tensor) else rows]
+        return replace(self, x=self.x[rows], y=self.y[rows], loss=loss_of_rows(self.loss, rows), rows=places)
 
     def parts(self, chunk_size: int | None) -> list[Problem]:
         """The examples in order, at most `chunk_size` at a time.
@@ -150,8 +169,10 @@ class Problem:
         """The network's logits (n, K), checked; call it inside `math()`.
 
         `values` gives other values to some parameters by name; x other inputs. Buffers and random streams do not move.
-        Raises `InputError` for outputs that are no logits, and for random numbers drawn under randomness="refuse".
+        Raises `InputError` for outputs that are no logits, for random numbers drawn under randomness="refuse", and for
+        logits that are not those of an earlier evaluation of the same examples.
         """
+        repeatable = x is None and values is None
         x = self.x if x is None else x
         frozen = self.randomness == "freeze"
         params = [(values or {}).get(name, p) for name, p in zip(self.names, self.params)]
@@ -174,7 +195,32 @@ class Problem:
             out.ndim == 2 and len(out) == len(x) and out.shape[1] >= 2,
             f"model must map x to logits (N, K) with N = {len(x)}, K >= 2; it returned shape {tuple(out.shape)}",
         )
+        if repeatable:
+            self.note(out)
         return out
+
+    def note(self, z: Tensor, alone: bool = False) -> None:
+        """Keep logits of these examples, `alone` if each was evaluated by itself.
+
+        Raises `InputError` unless they are, up to rounding, those of the same evaluation before.
+        """
+        key = self.rows.tobytes() + b"alone" * (alone and len(self) > 1)
+        _, known = self.noted.setdefault(key, (self.rows, z.detach()))
+        if bool(torch.isfinite(known).all()):  # other checks say where they are not
+            check_repeated(z, known, tolerance_of(z), "its curvature is not defined unless that is held fixed")
+
+    def check_ways(self) -> None:
+        """Raise `OtherWay` unless each example had the same logits in all evaluations, whatever came with it."""
+        evaluations = [] if self.random else list(self.noted.values())  # masks depend on the number of examples
+        known: Tensor | None = None
+        for rows, z in evaluations:
+            places = torch.from_numpy(rows).to(z.device)
+            if known is None:
+                known = z.new_full((int(max(r.max() for r, _ in evaluations)) + 1, z.shape[1]), math.nan)
+            gap = (z - known[places]).abs().amax(1)
+            if bool((gap > tolerance_of(z) * z.abs().amax()).any()):
+                raise OtherWay
+            known[places] = z
 
     def check_logits(self, z: Tensor) -> None:
         """Raise `InputError` unless the logits are finite and the labels lie in 0..K-1."""

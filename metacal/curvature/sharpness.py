@@ -167,7 +167,7 @@ def gn_norm_certificate(
     small networks and subsets. m̂_i is the margin of the predicted class, m_i that of the label. The inequality: by
     Gershgorin λ_max(S_i) ≤ 2 max_k p_k(1-p_k) ≤ 2(1 - max p) ≤ 2(K-1)e^{-m̂_i}.
 
-    Raises `InputError` where examples depend on each other.
+    Raises `InputError` where examples depend on each other, by the way that a batch takes too.
     """
     value = gn_sharpness(model, x, y, tol=tol, chunk_size=None).value
     squared, predicted, true = [], [], []
@@ -187,6 +187,7 @@ def gn_norm_certificate(
             predicted.append(top[:, 0] - top[:, 1])
             own = z.gather(1, part.y[:, None])[:, 0]
             true.append(own - z.scatter(1, part.y[:, None], -math.inf).amax(1))
+        c.problem.check_ways()
     j, m_hat, m = torch.cat(squared), torch.cat(predicted), torch.cat(true)
     factor = 2 * (captured.z.shape[1] - 1)
     return NormCertificate(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from metacal.autodiff.activations import BY_INPUT, BY_RESULT, Slopes
-from metacal.autodiff.graph import below, is_leaf, kind_of, nodes_of
+from metacal.autodiff.graph import below, is_leaf, kind_of, leaf_under, nodes_of
 from metacal.curvature.layers import Captured
 
 __all__ = ["CurvedActivation", "curved_activations", "slopes_of"]
@@ -37,7 +37,6 @@ PRODUCT = {
     "Addmm", "Mm", "Bmm", "Mul", "Linear", "Convolution", "MkldnnConvolution", "NativeBatchNorm",
     "CudnnBatchNorm", "MiopenBatchNorm", "BatchNorm",
 }  # fmt: skip
-LEAF_VIEW = {"T", "View", "Transpose", "Permute", "Expand", "Unsqueeze", "ReshapeAlias", "Reshape"}
 # activations: the function in torch, and its options as the node saved them
 ACTIVATIONS = {
     "Tanh": ("tanh",),
@@ -48,14 +47,6 @@ ACTIVATIONS = {
     "Silu": ("silu",),
     "Softplus": ("softplus", "_saved_beta", "_saved_threshold"),
 }
-
-
-def _is_leaf_view(node: Any) -> bool:
-    while not is_leaf(node):
-        if kind_of(node) not in LEAF_VIEW or len(below(node)) != 1:
-            return False
-        (node,) = below(node)
-    return True
 
 
 def slopes_of(node: Any) -> Slopes | None:
@@ -91,7 +82,7 @@ def curved_activations(captured: Captured) -> list[CurvedActivation] | None:
         if is_leaf(node):
             continue
         if kind in PRODUCT:
-            if sum(not _is_leaf_view(c) for c in children) > 1:
+            if sum(leaf_under(c) is None for c in children) > 1:
                 return None
         elif kind == "Div":
             if len(children) > 1:

@@ -10,35 +10,34 @@ the K - 1 columns of a factor of S_n. For H = G + R the residual's trace is clos
 linear networks, sampled at the activations for other networks without attention or layer statistics (all in
 `structure`), and only else Hutchinson's vᵀR v. `Estimate.method` names what was used.
 
-Where examples depend on each other (BatchNorm in training mode) per-example norms mean nothing; the batch form
-1/N ‖Σ_n J_nᵀ S_n^½ e_n‖² is unbiased still, with far more noise.
+Where examples depend on each other (BatchNorm in training mode, a way through the network that is chosen for the whole
+batch) per-example norms mean nothing; the batch form 1/N ‖Σ_n J_nᵀ S_n^½ e_n‖² is unbiased still, with far more noise.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metacal.curvature.chain import Chain, Head, chain_from, ends_in_linear, head_from
+from metacal.curvature.chain import Chain, chain_from
 from metacal.curvature.forms import (
     activation_residual,
     closed_form,
-    head_trace,
-    quadratic_by_reverse,
-    quadratic_by_tape,
 )
 from metacal.curvature.layers import cache_block, capture, column_norms, examples_depend
 from metacal.curvature.loss import Focal, LogitLoss, factor_columns, logit_factor, logit_gradient
-from metacal.curvature.problem import Problem
+from metacal.curvature.problem import OtherWay, Problem
 from metacal.curvature.products import Curvature
-from metacal.curvature.sampling import Estimate, Probe, sampled, signs_at
+from metacal.curvature.sampling import Estimate, sampled, signs_at
 from metacal.curvature.structure import curved_activations
 from metacal.errors import require
 
-__all__ = ["gn_trace", "hessian_trace", "penalty_trace"]
+__all__ = ["gn_trace", "hessian_trace"]
 
 PARAMETER_PROBES = 8  # at least, where only signs in parameter space will do
 MAX_COLUMNS = 4096  # reverse passes or products that `exact` may cost where no closed form exists
@@ -53,8 +52,11 @@ def _gn_draw(problem: Problem, first: int, key: tuple[int, ...]) -> Tensor:
     return column_norms(captured, [logit_factor(z, signs_at(tuple(z.shape), first, key, z), problem.loss)])
 
 
-def _gn_exact(problem: Problem) -> Tensor:
+def _gn_exact(problem: Problem, straight: bool = False) -> Tensor:
+    """straight: of a piecewise linear network, whose Tr H it is. Raises `OtherWay` if this part of it is not."""
     captured = capture(problem)
+    if straight and curved_activations(captured) != []:
+        raise OtherWay
     columns = factor_columns(captured.z.detach(), problem.loss)
     chain = chain_from(captured.z, problem.params)
     return column_norms(captured, columns) if chain is None else closed_form(chain.detached(), columns)
@@ -149,27 +151,61 @@ def gn_trace(
             "exact=True needs a root of the loss's Hessian in the logits, which for a focal loss may be indefinite: "
             "use probes, or loss='cross_entropy'",
         )
-        with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness, seed=seed) as c:
+        with _operators(problem, chunk_size) as c:
             return _without_a_root(c, False, probes, seed)
-    with problem.math():
-        depend = examples_depend(problem)
-        if depend is None:
-            method = "output space, " + capture(problem.part(slice(0, 1))).method
-            if exact:
-                values = torch.cat([_gn_exact(p) for p in _exact_parts(problem, chunk_size)])
-                columns = len(factor_columns(torch.zeros(1, _classes(problem)), loss))
-                return Estimate(float(values.double().mean()), 0.0, method + ", exact", columns)
-            block = cache_block(problem) if chunk_size is None else chunk_size
-            value, stderr = sampled(problem, block, probes, seed, _gn_draw)
-            return Estimate(value, stderr, method, probes)
-    with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness, seed=seed) as c:
+    estimate, depend = _by_example(problem, chunk_size, partial(_gn_estimate, probes=probes, exact=exact, seed=seed))
+    if estimate is not None:
+        return estimate
+    with _operators(problem, len(problem)) as c:
+        problem.note(c.logits)
         value, stderr, passes = _batch_gn(c, max(2, probes), seed, exact)
     return Estimate(value, stderr, f"batch form ({depend})" + (", exact" if exact else ""), passes)
 
 
+def _gn_estimate(problem: Problem, chunk_size: int | None, probes: int, exact: bool, seed: int) -> Estimate:
+    method = "output space, " + capture(problem.part(slice(0, 1))).method
+    if exact:
+        values = torch.cat([_gn_exact(p) for p in _exact_parts(problem, chunk_size)])
+        columns = len(factor_columns(torch.zeros(1, _classes(problem)), problem.loss))
+        return Estimate(float(values.double().mean()), 0.0, method + ", exact", columns)
+    block = cache_block(problem) if chunk_size is None else chunk_size
+    value, stderr = sampled(problem, block, probes, seed, _gn_draw)
+    return Estimate(value, stderr, method, probes)
+
+
+def _by_example(
+    problem: Problem, chunk_size: int | None, estimate: Callable[[Problem, int | None], Estimate | None]
+) -> tuple[Estimate | None, str | None]:
+    """What `estimate(problem, chunk_size)` makes of per-example terms, or None and why it cannot be had of them.
+
+    Raises `InputError` where parts of the batch would give another result.
+    """
+    with problem.math():
+        depend = examples_depend(problem)
+        if depend is None:
+            try:
+                result = estimate(problem, chunk_size)
+                problem.check_ways()
+                return result, None
+            except OtherWay as error:
+                depend = str(error)
+    n = len(problem)
+    require(
+        chunk_size is None or chunk_size >= n,
+        f"chunk_size={chunk_size} < {n} examples changes the result, since {depend}: "
+        "leave chunk_size out, or measure in evaluation mode",
+    )
+    return None, depend
+
+
+def _operators(problem: Problem, chunk_size: int | None) -> Curvature:
+    options: dict[str, Any] = {"loss": problem.loss, "randomness": problem.randomness, "seed": problem.seed}
+    return Curvature(problem.model, problem.x, problem.y, chunk_size=chunk_size, **options)
+
+
 def _classes(problem: Problem) -> int:
     with torch.no_grad():
-        return problem.logits(x=problem.x[:1]).shape[1]
+        return problem.part(slice(0, 1)).logits().shape[1]
 
 
 # -- Hessian -----------------------------------------------------------------------------------------------------
@@ -193,7 +229,8 @@ def _taken_apart(problem: Problem) -> tuple[Chain, Tensor, Tensor]:
     z = problem.logits()
     problem.check_logits(z)
     chain = chain_from(z, problem.params)
-    assert chain is not None
+    if chain is None:
+        raise OtherWay
     z = z.detach()
     return chain.detached(), z, logit_gradient(z, problem.y, problem.loss)
 
@@ -205,7 +242,8 @@ def _activation_draw(problem: Problem, first: int, key: tuple[int, ...]) -> Tens
     columns = [logit_factor(z, signs_at(tuple(z.shape), first, key, z), problem.loss)]
     total = column_norms(captured, columns)
     sites = curved_activations(captured)
-    assert sites is not None
+    if sites is None:
+        raise OtherWay
     if not sites:
         return total
     residual = activation_residual(captured, sites, logit_gradient(z, problem.y, problem.loss), first, key)
@@ -257,33 +295,47 @@ def hessian_trace(
     """
     _check_probes(probes)
     problem = Problem.of(model, x, y, loss, randomness, seed)
-    block = chunk_size
-    with problem.math():
-        depend = examples_depend(problem)
-        rooted = not isinstance(loss, Focal)
-        if depend is None and rooted:
-            form, method, widths = _form_of(problem, exact)
-            if exact and form is not None:
-                values = torch.cat([form(p) for p in _blocks(problem, chunk_size, widths)])
-                return Estimate(float(values.double().mean()), 0.0, method + ", exact", _classes(problem))
-            block = cache_block(problem) if chunk_size is None else chunk_size
-            if form is not None:
-                value, stderr = sampled(problem, block, probes, seed, form)
-                return Estimate(value, stderr, method, probes)
-    with Curvature(model, x, y, loss=loss, chunk_size=chunk_size, randomness=randomness, seed=seed) as c:
+    options: dict[str, Any] = {"probes": probes, "exact": exact, "seed": seed}
+    if isinstance(loss, Focal):
+        return _hessian_products(problem, chunk_size, **options, depend=None)
+    estimate, depend = _by_example(problem, chunk_size, partial(_hessian_estimate, **options))
+    return estimate or _hessian_products(problem, len(problem), **options, depend=depend)
+
+
+def _hessian_estimate(problem: Problem, chunk_size: int | None, probes: int, exact: bool, seed: int) -> Estimate:
+    form, method, widths = _form_of(problem, exact)
+    if form is None:
+        return _hessian_products(problem, chunk_size, probes, exact, seed, depend=None)
+    if exact:
+        values = torch.cat([form(p) for p in _blocks(problem, chunk_size, widths)])
+        return Estimate(float(values.double().mean()), 0.0, method + ", exact", _classes(problem))
+    block = cache_block(problem) if chunk_size is None else chunk_size
+    value, stderr = sampled(problem, block, probes, seed, form)
+    return Estimate(value, stderr, method, probes)
+
+
+def _hessian_products(
+    problem: Problem, chunk_size: int | None, probes: int, exact: bool, seed: int, depend: str | None
+) -> Estimate:
+    """Tr H from products with H. depend: why examples depend on each other, if they do."""
+    with _operators(problem, chunk_size) as c:
         if exact:
             require(
                 c.size <= MAX_COLUMNS,
                 f"exact=True needs one product a parameter for this network, {c.size} of them "
                 f"({MAX_COLUMNS} at most): use probes",
             )
-            return Estimate(_diagonal_sum(c), 0.0, "diagonal, exact", c.size)
-        if not rooted:
+            result = Estimate(_diagonal_sum(c), 0.0, "diagonal, exact", c.size)
+            problem.note(c.logits)
+            return result
+        if isinstance(problem.loss, Focal):
             return _without_a_root(c, True, probes, seed)
         residual, noise = _hutchinson(c, max(2, probes), seed)
+        problem.note(c.logits)
         if depend is not None:
             value, stderr, _ = _batch_gn(c, max(2, probes), seed, exact=False)
     if depend is None:
+        block = cache_block(problem) if chunk_size is None else chunk_size
         with problem.math():
             value, stderr = sampled(problem, block, probes, seed, _gn_draw)
     method = "Tr G + Hutchinson on H - G" + (f", batch form ({depend})" if depend else "")
@@ -299,7 +351,8 @@ def _form_of(problem: Problem, exact: bool) -> tuple[Callable[..., Tensor] | Non
         method = "closed form, residual sampled" if sampled_too else "closed form"
         return _chain_exact if exact else _chain_draw, method, [s.shape[1] for s in chain.slope]
     if sites == []:
-        return _gn_exact if exact else _activation_draw, f"Tr H = Tr G, output space, {look.method}", None
+        straight = partial(_gn_exact, straight=True)
+        return straight if exact else _activation_draw, f"Tr H = Tr G, output space, {look.method}", None
     if sites is None or exact:
         return None, "", None
     return _activation_draw, f"activation space, {look.method}", None
@@ -314,86 +367,3 @@ def _blocks(problem: Problem, chunk_size: int | None, widths: Sequence[int] | No
         if problem.randomness == "freeze":
             return [problem]
     return problem.parts(chunk_size)
-
-
-# -- as penalties ------------------------------------------------------------------------------------------------
-
-
-def penalty_trace(
-    probe: Probe, model: nn.Module, x: Tensor, y: Tensor, rows: slice, logits: Tensor | None
-) -> tuple[Tensor, str, Tensor]:
-    """An estimate with its graph in θ, the name of its route (`metacal.penalties.trace`), and logits with a graph.
-
-    rows: the samples that count. logits: of all of x, with the graph of a plain forward, if there are any.
-    """
-    problem = Problem.of(model, x[rows], y[rows], probe.loss, randomness="freeze", seed=probe.stream, pairs=True)
-    params = problem.params
-    with problem.math():
-        fits = logits is not None and logits.requires_grad and logits.dtype == params[0].dtype
-        fits = fits and problem.model is model  # the graph of a compiled network cannot be read
-        z = logits if fits and logits is not None else problem.logits()
-        require(z.requires_grad, "the logits do not depend on any trainable parameter")
-        part = rows if fits else slice(None)
-        chain = chain_from(z, params, part, copies=True)
-        if chain is not None:
-            return _chain_penalty(probe, chain, z[part], problem.y).mean(), "closed form", z
-        if len(z) != len(problem):
-            z = problem.logits()
-        if _in_layers(problem, probe.hessian):
-            captured = capture(problem, graph=True)
-            columns, weight = probe.columns(captured.z)
-            return (weight * column_norms(captured, columns, graph=True)).mean(), "layers", z
-        head = head_from(z, params)
-        if head is None and fits and ends_in_linear(z):
-            # logits of copies of the parameters: the estimate must not depend on that
-            z = problem.logits()
-            head = head_from(z, params)
-        try:
-            return _general_penalty(probe, problem, head, z, quadratic_by_tape), "jets", z
-        except NotImplementedError:  # no rule for an operation
-            return _general_penalty(probe, problem, head, z, quadratic_by_reverse), "reverse", z
-
-
-def _chain_penalty(probe: Probe, chain: Chain, z: Tensor, y: Tensor) -> Tensor:
-    columns, weight = probe.columns(z)
-    if not probe.hessian:
-        return closed_form(chain, columns, weight)
-    signs = None
-    if chain.depth > 2:
-        signs = [
-            [probe.rows(i, l + 1, tuple(s.shape), z) for l, s in enumerate(chain.slope)] for i in range(probe.count)
-        ]
-    return closed_form(chain, columns, weight, logit_gradient(z, y, probe.loss), signs, smooth=True)
-
-
-def _in_layers(problem: Problem, hessian: bool) -> bool:
-    """Whether norms layer by layer give the trace, Tr H if piecewise linear; looked at on two examples."""
-    if problem.coupled is not None:
-        return False
-    try:
-        if examples_depend(problem) is not None:
-            return False
-        small = problem.part(slice(0, 2))
-        look = capture(small, graph=True)
-    except (RuntimeError, NotImplementedError, AttributeError, KeyError):
-        return False
-    return not look.others and not (hessian and curved_activations(look) != [])
-
-
-Quadratic = Callable[[Problem, Sequence["Tensor | None"], bool], Tensor]
-
-
-def _general_penalty(probe: Probe, problem: Problem, head: Head | None, z: Tensor, quadratic: Quadratic) -> Tensor:
-    """The last layer's own trace, exactly, and the mean of vᵀHv or vᵀGv with signs v elsewhere, v = 0 there."""
-    total = z.new_zeros(())
-    exact: set[int] = set()
-    if head is not None:
-        exact = {id(p) for p in (head.weight, head.bias) if p is not None}
-        total = head_trace(z, head, probe.loss).mean()
-    params = problem.params
-    if all(id(p) in exact for p in params):
-        return total
-    for i in range(probe.count):
-        v = [None if id(p) in exact else probe.signs(i, l, (p.numel(),), p).view(p.shape) for l, p in enumerate(params)]
-        total = total + quadratic(problem, v, probe.hessian) / probe.count
-    return total

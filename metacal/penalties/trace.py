@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from metacal.autodiff.graph import require_second_derivative
 from metacal.curvature.loss import LOSSES
+from metacal.curvature.penalty import penalty_trace
 from metacal.curvature.sampling import Probe
-from metacal.curvature.traces import penalty_trace
 from metacal.errors import require, require_choice
 from metacal.options import option
 from metacal.penalties.evaluate import check_batch

@@ -255,7 +255,9 @@ class _Doubled(Recorded):
 
 def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """a + b, where None is zero."""
-    return b if a is None else a if b is None else a + b
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b if b.layout is torch.sparse_coo else b + a  # torch adds a sparse tensor to a dense one
 
 
 class Again(Engine):

@@ -33,7 +33,7 @@ from metacal.calibration.surrogates import Outer, build_outer
 from metacal.errors import InputError, require, require_choice
 from metacal.network import Network, naming_reentrant_checkpoints, on_copies
 from metacal.objective import Loss, Penalty, Term, build_loss, build_penalties
-from metacal.optim.transpose import check_supported, total_norm
+from metacal.optim.transpose import check_sparse, check_supported, total_norm
 
 __all__ = ["Last", "MetaStep", "NonFiniteError"]
 
@@ -300,6 +300,7 @@ class MetaStep:
         perturbs = hasattr(optimizer, "perturb")
         optimizer.zero_grad(set_to_none=True)
         gradient = self.inner.gradient(batch, self.engine, record and not perturbs, self.chunk)
+        check_sparse(optimizer, dict(zip(self.network.names, self.params)))
         if perturbs:
             optimizer.perturb()
             try:

@@ -102,7 +102,8 @@ class Window:
         value = outer(z, y_meta)
         u: Cotangents = [None] * len(network.params)
         if value.requires_grad:
-            u = list(torch.autograd.grad(value, network.params, allow_unused=True))
+            slopes = torch.autograd.grad(value, network.params, allow_unused=True)
+            u = [g.to_dense() if g is not None and g.layout is torch.sparse_coo else g for g in slopes]
         return value.detach(), self.sweep(u, meta_params), z.detach()
 
     def state_dict(self) -> dict[str, Any] | None:

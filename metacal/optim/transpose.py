@@ -13,7 +13,7 @@ returns afterwards. The step may use `.grad` as scratch memory: what is read of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ __all__ = [
     "Transpose",
     "adam_group",
     "by_groups",
+    "check_sparse",
     "check_supported",
     "clips",
     "kept_gradients",
@@ -59,6 +60,27 @@ class GroupTranspose(NamedTuple):
 def check_supported(optimizer: Optimizer) -> None:
     """Raise `InputError` unless the step of this optimizer, and of one inside it, can be differentiated."""
     transposed_update(optimizer, [])
+
+
+def check_sparse(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
+    """Raise `InputError` where a parameter's gradient is sparse and a step known here takes dense ones alone.
+
+    Sparse ones come of `Embedding(sparse=True)`, with an entry for each row that was looked up. torch's SGD takes them
+    without weight decay.
+    """
+    base = getattr(optimizer, "base", optimizer)
+    names = {p: name for name, p in named.items() if p.grad is not None and p.grad.layout is torch.sparse_coo}
+    if not names or type(base) not in TRANSPOSES:
+        return
+    for group in base.param_groups:
+        name = next((names[p] for p in group["params"] if p in names), None)
+        decay = group.get("weight_decay", 0)
+        if name is not None and (type(base) is not SGD or decay != 0):
+            step = type(base).__name__ + (f" with weight_decay={decay}" if type(base) is SGD else "")
+            raise InputError(
+                f"optimizer must be SGD without weight decay for a sparse gradient, which backbone parameter {name} "
+                f"has, got {step}: make its Embedding with sparse=False"
+            )
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -170,6 +192,7 @@ def transposed_clip(grads: Cotangents, total: float, max_norm: float, cotangents
     if not clips(total, max_norm):
         return 1.0
     scale = max_norm / (total + 1e-6)
+    grads = [c.to_dense() if c is not None and c.layout is torch.sparse_coo else c for c in grads]
     if all(u is None for u in cotangents):
         return scale
     cotangents[:] = [torch.zeros_like(c) if u is None and c is not None else u for c, u in zip(grads, cotangents)]

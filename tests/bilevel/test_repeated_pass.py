@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from reference.whole_step import Setting, State, differences, double_backward, entries, same_entries, taken
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from metacal.bilevel import MetaStep
@@ -24,6 +25,7 @@ from metacal.calibration.surrogates import nll
 from metacal.errors import InputError
 from metacal.gamma import GammaNet
 from metacal.models.backbone import Backbone
+from metacal.optim import SAM, BulkSGD, Muon, muon_groups
 
 N, N_META, INPUTS, K = 9, 7, 10, 3
 ENGINES = ("forward", "reverse", "difference")
@@ -377,7 +379,6 @@ MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
     "Reentrant": ("forward", "reverse", "difference"),  # it allows `backward()` alone
     "CubeBackward": ("forward",),
     "CubeOnce": ("forward", "reverse"),
-    "SparseEmbedded": ("forward", "reverse", "difference"),
     "Bag": ("forward", "reverse"),
 }
 """Engines that may raise `InputError` for a case. All others have to be right."""
@@ -433,7 +434,7 @@ def check_refusal(case: str, engine: str, error: InputError) -> None:
     assert "\n" not in message
     if case == "Reentrant":
         assert "use_reentrant=False" in message
-    elif case != "SparseEmbedded":
+    else:
         assert re.search(r"engine '?(forward|difference|reverse)", message), message
 
 
@@ -481,6 +482,51 @@ def test_data_parallel(engine: str) -> None:
     setting = build("Profiled", parallel=True)
     found = hypergradient(metastep(setting, engine), setting)
     assert error(found, reference("Profiled", parallel=True)) < tolerance("Profiled", engine)
+
+
+def squares(model: nn.Module, *_: Any) -> Tensor:
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sparse_gradients_give_what_dense_ones_do(engine: str) -> None:
+    """Clipped, with a penalty whose gradient is dense, under SAM, through two steps."""
+    options = {"relative": 1e-6} if engine == "difference" else {}
+    ways: list[dict[str, Any]] = [{"clip_norm": 0.01}, {"penalties": {"squares": (squares, 0.05)}}, {"sam": True}]
+    if engine == "forward":
+        ways.append({"horizon": 2, "every": 2})
+    for way in ways:
+        slopes = []
+        for case in ("SparseEmbedded", "Embedded"):
+            setting = build(case)
+            keys = {key: value for key, value in way.items() if key != "sam"}
+            optimizer = SAM(setting.optimizer, rho=0.1) if "sam" in way else setting.optimizer
+            learned = SGD(setting.source.parameters(), lr=1.0)
+            meta = MetaStep(
+                setting.net, optimizer, setting.source, learned, "nll", engine, engine_options=options, **keys
+            )
+            slopes.append(hypergradient(meta, setting))
+        assert error(*slopes) < (1e-6 if engine == "difference" else 1e-12), way
+
+
+def test_sparse_gradients_that_an_optimizer_does_not_take_are_refused() -> None:
+    steps: dict[str, Callable[[nn.Module], Optimizer]] = {
+        "SGD with weight_decay=0.1": lambda net: SGD(net.parameters(), lr=0.3, weight_decay=0.1),
+        "Adam": lambda net: Adam(net.parameters()),
+        "AdamW": lambda net: SAM(AdamW(net.parameters())),
+        "Muon": lambda net: Muon(muon_groups(net, lr=0.05)),
+        "BulkSGD": lambda net: BulkSGD(net.parameters(), model=net, lr=0.1),
+    }
+    for told, make in steps.items():
+        setting = build("SparseEmbedded")
+        setting.optimizer = make(setting.net)
+        before = State(setting.net, setting.source)
+        for meta_optimizer in (SGD(setting.source.parameters(), lr=1.0), None):
+            meta = MetaStep(setting.net, setting.optimizer, setting.source, meta_optimizer, outer="nll")
+            with pytest.raises(InputError, match=rf"parameter net.table.weight has, got {told}: .*sparse=False"):
+                meta.step(setting.x, setting.y, setting.x_meta, setting.y_meta)
+            assert before.changes(State(setting.net, setting.source)) == []
+            assert not setting.optimizer.state and all(p.grad is None for p in setting.params)
 
 
 @pytest.mark.parametrize("engine", EXACT)

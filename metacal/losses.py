@@ -87,9 +87,12 @@ def inverse_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -
 
     Weighs samples up where the focal loss weighs them down: for networks that are to be scaled afterwards, or that are
     underconfident. The weight (1 + p_y)^gamma ends at e^80, about 2^115, beyond which float32 would overflow.
+    -log p_y keeps its digits near p = 1, where that weight makes much of it.
     """
-    log_p = _log_probability(_checked(logits, labels), labels)
+    logits = _checked(logits, labels)
+    log_p = _log_probability(logits, labels)
     gamma = _per_sample("gamma", gamma, log_p)
+    log_p = _with_digits(log_p, logits, labels, gamma != 0)  # gamma = 0 is cross-entropy, bit for bit
     return _modulated(log_p, lambda log_p: _raised(log_p, gamma))
 
 
@@ -104,9 +107,11 @@ def adafocal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Ten
     if not isinstance(gamma, Tensor):
         require(math.isfinite(gamma), f"gamma must be finite, got {gamma}")
         return focal(logits, labels, gamma) if gamma >= 0 else inverse_focal(logits, labels, -gamma)
-    log_p = _log_probability(_checked(logits, labels), labels)
+    logits = _checked(logits, labels)
+    log_p = _log_probability(logits, labels)
     gamma = _entries("gamma", gamma, log_p)
     up = gamma < 0
+    log_p = _with_digits(log_p, logits, labels, up)
     above, below = torch.where(up, -gamma, 0.0), torch.where(up, 0.0, gamma)
     return _modulated(log_p, lambda log_p: torch.where(up, _raised(log_p, above), _miss(log_p) ** below))
 
@@ -224,6 +229,18 @@ def _checked(logits: Tensor, labels: Tensor) -> Tensor:
 def _log_probability(logits: Tensor, labels: Tensor) -> Tensor:
     """log p_y of each row."""
     return F.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def _with_digits(log_p: Tensor, logits: Tensor, labels: Tensor, rows: bool | Tensor) -> Tensor:
+    """log p_y with the digits of 1 - p near p = 1, -log1p(Σ_{k≠y} exp(z_k - z_y)), in the `rows` that need them.
+
+    log_softmax adds that sum to 1 before the logarithm, and so rounds it to 0 where it is below 1e-16 (float32: 6e-8).
+    """
+    index = labels.unsqueeze(-1)
+    near_one = (log_p > -0.1) & rows  # elsewhere an exponential might overflow, and nothing is lost
+    others = near_one.unsqueeze(-1) & (torch.arange(logits.shape[-1], device=logits.device) != index)
+    odds = torch.where(others, logits - logits.gather(-1, index), -math.inf).exp().sum(dim=-1)
+    return torch.where(near_one, -torch.log1p(odds), log_p)
 
 
 def _miss(log_p: Tensor) -> Tensor:

@@ -124,6 +124,25 @@ def test_smoothing_of_each_sample() -> None:
     assert torch.equal(losses.label_smoothing(z, y, one), losses.label_smoothing(z, y, 0.3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inverse_focal_keeps_its_digits_near_certainty(dtype: torch.dtype) -> None:
+    """-log p = log1p(e^-gap) of two classes is far below the rounding of 1, and its weight as far above it."""
+    gaps = [1.0, 2.3, 5.0, 17.0, 40.0, 80.0]
+    z = torch.tensor([[gap, 0.0] for gap in gaps], dtype=dtype, requires_grad=True)
+    y = torch.zeros(len(gaps), dtype=torch.int64)
+    gamma, rtol = 50.0, 2e-5 if dtype == torch.float32 else 1e-11
+    expected, slopes = [], []
+    for gap in z[:, 0].tolist():
+        odds = math.exp(-gap)
+        p, miss = 1 / (1 + odds), odds / (1 + odds)
+        expected.append((1 + p) ** gamma * math.log1p(odds))
+        slopes.append(-((1 + p) ** gamma) * miss * (1 - gamma * p * math.log1p(odds) / (1 + p)))
+    for value in (losses.inverse_focal(z, y, gamma), losses.adafocal(z, y, torch.full((len(gaps),), -gamma))):
+        torch.testing.assert_close(value, torch.tensor(expected, dtype=dtype), rtol=rtol, atol=0)
+        (slope,) = torch.autograd.grad(value.sum(), z)
+        torch.testing.assert_close(slope[:, 0], torch.tensor(slopes, dtype=dtype), rtol=rtol, atol=0)
+
+
 @pytest.mark.parametrize("name", ["dual_focal", "inverse_focal", "adafocal", "signed_focal", "label_smoothing"])
 def test_mixed_derivatives_by_differences(name: str) -> None:
     z, y = batch()

@@ -54,6 +54,8 @@ def test_train_help_lists_groups_and_keys(capsys):
         (["train", "data=../x"], "data must be one of cifar10"),
         (["train", "=3"], "one of =3 does not give it"),
         (["train", "--epochs", "3"], "did you mean epochs=3?"),
+        (["train", "--multirum"], "--multirum is no flag of metacal train"),
+        (["train", "--gama.max=3"], "did you mean 'gamma.max'?"),
         (["train", "--lr=0.1"], "did you mean optimizer.lr=0.1?"),
         (["train", "baselines=[focl]"], "did you mean 'focal'?"),
         (["train", "resume=nowhere"], "nowhere does not exist"),

@@ -20,6 +20,7 @@ from metacal.training.setup import build_objective
         (["optimizer.lrr=1"], "unknown key 'optimizer.lrr' (did you mean 'optimizer.lr'?)"),
         (["optmizer=sgd"], "did you mean 'optimizer'?"),
         (["+foo=1"], "unknown key 'foo'"),
+        (["~method"], "~method: a run needs a choice of the group method, which cannot be taken away"),
         (["method=focl"], "did you mean 'focal'?"),
         (["optimizer=sdg"], "did you mean 'sgd'?"),
         (["loss.name=focl"], "loss.name must be one of"),

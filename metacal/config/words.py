@@ -40,13 +40,17 @@ def check_words(words: Sequence[str]) -> None:
 
     Raises:
         InputError: for a word that is neither ``group=name`` nor ``key=value``, an unknown key, or a choice that a
-            group does not have, with the nearest valid word; and for one that names Python to call or fetches values
-            from the environment.
+            group does not have, with the nearest valid word; for a group that is taken away; and for a word that names
+            Python to call or fetches values from the environment.
     """
     for word in words:
         require_plain(word, "the command's words")
         require("_target_" not in word, f"{word}: nothing is instantiated from a config, so _target_ is no key")
         key, value = key_of(word), word.partition("=")[2]
+        require(
+            not (word.startswith("~") and key in groups()),
+            f"{word}: a run needs a choice of the group {key}, which cannot be taken away: choose one by {key}=NAME",
+        )
         if not key or key.startswith("hydra") or "@" in key or word.startswith("~"):
             continue
         if "=" not in word:
@@ -73,8 +77,10 @@ def check_flags(words: Sequence[str], known: Sequence[str]) -> None:
         name = flag.lstrip("-")
         meant = [name] if name in keys() or name in groups() else _ending_in(name)
         if not meant:
+            hint = did_you_mean(flag, known) or nearest_key(name)
             raise InputError(
-                f"{flag} is no flag of metacal train, which are {', '.join(known)}; a config file is the first word"
+                f"{flag} is no flag of metacal train, which are {', '.join(known)}{hint}; a config "
+                "file is the first word"
             )
         if not equals:
             value = words[i + 1] if i + 1 < len(words) and "=" not in words[i + 1] else "…"

@@ -120,6 +120,17 @@ class RunFolder:
                 raise InputError(f"{self.path} is in use: another process trains there") from None
             yield
 
+    @property
+    def in_use(self) -> bool:
+        """Whether another process works here now; always false on a system without such locks."""
+        if not (self.path / ".lock").is_file():
+            return False
+        try:
+            with self.locked():
+                return False
+        except InputError:
+            return True
+
     def clear(self) -> None:
         """Remove what an earlier run left here: the files that a run writes, no others."""
         files = [self.config, self.command, self.metrics, self.summary, self.model, self.shift]

@@ -41,8 +41,9 @@ def run_missing(
 ) -> list[RunState]:
     """Run what is not finished, `n_jobs` at a time, each as a `metacal train` of its own with its own log file.
 
-    Interrupted runs go on from their checkpoints. A run that fails does not keep the others from running. Where there
-    are several GPUs, runs that leave the choice open take turns on them.
+    Interrupted runs go on from their checkpoints. A run that fails does not keep the others from running; one that
+    another process trains comes last, when that has ended, and is done if it is finished then. Where there are several
+    GPUs, runs that leave the choice open take turns on them.
 
     Args:
         threads: of each run; None shares out the cores that this process may use.
@@ -62,8 +63,7 @@ def run_missing(
     states = [RunState(job) for job in jobs]
     for s in states:
         s.read(now)
-        if s.job.folder.finished and not s.job.config.overwrite:
-            s.state, s.seconds = "done", float(s.job.folder.read_summary().get("time/train_s", 0.0))
+        _note_finished(s)
     waiting = [s for s in states if s.state == "waiting"]
     if not waiting:
         Board(states, n_jobs, console).line(f"{len(states)} runs, all finished")
@@ -72,10 +72,11 @@ def run_missing(
     slots = list(range(n_jobs))  # free ones
     gpus = _gpus(os.environ, torch.cuda.device_count())
     running: dict[subprocess.Popen[bytes], tuple[RunState, int]] = {}
+    elsewhere: set[RunState] = set()
     with _asked_to_stop() as asked, Board(states, n_jobs, console) as board:
         while running or (waiting and not asked()):
-            while waiting and slots and not asked():
-                s, slot = waiting.pop(0), slots.pop(0)
+            while slots and not asked() and (s := _next(waiting, elsewhere, board)) is not None:
+                slot = slots.pop(0)
                 running[_start(s.job, threads, gpus[slot % len(gpus)] if len(gpus) > 1 else None)] = (s, slot)
                 s.start(time.time())
                 board.event(s)
@@ -87,6 +88,8 @@ def run_missing(
                 slots.append(slot)
                 s.read(time.time())
                 s.end(_ending(s.job, process.returncode, asked() > 0), process.returncode, time.time())
+                if s.state == "waiting":
+                    waiting.append(s)
                 board.event(s)
             board.refresh()
         if asked():
@@ -95,10 +98,38 @@ def run_missing(
     return states
 
 
+def _note_finished(s: RunState) -> bool:
+    """Whether this run is done already, which is noted."""
+    if not s.job.folder.finished or s.job.config.overwrite:
+        return False
+    s.state, s.seconds = "done", float(s.job.folder.read_summary().get("time/train_s", 0.0))
+    return True
+
+
+def _next(waiting: list[RunState], elsewhere: set[RunState], board: Board) -> RunState | None:
+    """Take out the first run that no other process trains, past those that one has finished meanwhile.
+
+    elsewhere: the runs of which it was said that another process trains them.
+    """
+    for s in list(waiting):
+        if s.job.folder.in_use:
+            if s not in elsewhere:
+                board.line(f"{s.job.title}: another process trains it, waiting for its end")
+                elsewhere.add(s)
+            continue
+        waiting.remove(s)
+        if not _note_finished(s):
+            return s
+        board.event(s)
+    return None
+
+
 def _ending(job: Job, status: int, asked: bool) -> str:
     # Another process may have ended the run while this one started: it is refused then, and done all the same.
     if status == 0 or (status == 2 and job.folder.finished and not job.config.overwrite):
         return "done"
+    if status == 2 and job.folder.in_use:
+        return "waiting"
     return "stopped" if status == 130 or asked else "failed"
 
 

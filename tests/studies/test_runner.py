@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -97,6 +98,26 @@ def test_finished_runs_are_kept_and_a_failure_stops_no_other(tmp_path, stand_ins
     runner.run_missing(jobs, 1)
     assert (jobs[2].folder.path / "began").read_text() == began
     assert jobs[1].folder.log.read_text().count("working") == 2
+
+
+def test_a_run_that_another_process_trains_is_waited_for(tmp_path, stand_ins, capsys):
+    """It is done where that process ends it, and else started once that is gone."""
+    jobs = jobs_of(tmp_path, (0, 1, 2))
+    locks = [jobs[0].folder.locked(), jobs[1].folder.locked()]
+
+    def end_elsewhere():
+        jobs[0].folder.summary.write_text(json.dumps(SUMMARY))
+        for lock in locks:
+            lock.__exit__(None, None, None)
+
+    for lock in locks:
+        lock.__enter__()
+    threading.Timer(1.0, end_elsewhere).start()
+    states = runner.run_missing(jobs, n_jobs=2)
+    assert [s.state for s in states] == ["done", "done", "done"]
+    assert [(job.folder.path / "began").exists() for job in jobs] == [False, True, True]
+    assert float((jobs[1].folder.path / "began").read_text()) > float((jobs[2].folder.path / "ended").read_text())
+    assert capsys.readouterr().out.count("another process trains it") == 2
 
 
 def test_all_finished_starts_nothing(tmp_path, stand_ins, capsys):

@@ -89,18 +89,21 @@ def recorded_gradient(z: Tensor, params: Sequence[Tensor], u: Tensor) -> list[An
     return g
 
 
-def jv_by_reverse(g: Cotangents, u: Tensor, v: Cotangents, graph: bool = False) -> Tensor:
-    """J v = ∂⟨g, v⟩/∂u for g = Jᵀu. It does not depend on the value of u. graph: to be differentiated in θ.
+def jv_by_reverse(g: Cotangents, u: Tensor, v: Cotangents, graph: bool = False, last: bool = False) -> Tensor:
+    """J v = ∂⟨g, v⟩/∂u for g = Jᵀu. It does not depend on the value of u.
+
+    graph: to be differentiated in θ. last: no other product will be asked of g, whose graph is freed on the way.
 
     >>> theta = torch.tensor([3.0, 2.0], requires_grad=True)
     >>> u = torch.zeros(2, requires_grad=True)
     >>> jv_by_reverse(recorded_gradient(theta * theta, [theta], u), u, [torch.tensor([1.0, 10.0])])
     tensor([ 6., 40.])
     """
-    along = dot(g, v)
-    if along is None or not along.requires_grad:
+    pairs = [(s, t) for s, t in zip(g, v) if s is not None and t is not None and s.requires_grad]
+    if not pairs:
         return torch.zeros_like(u)
-    (jv,) = torch.autograd.grad(along, u, create_graph=graph, retain_graph=True, allow_unused=True)
+    ends, along = [s for s, _ in pairs], [t for _, t in pairs]
+    (jv,) = torch.autograd.grad(ends, u, along, create_graph=graph, retain_graph=not last, allow_unused=True)
     return torch.zeros_like(u) if jv is None else jv if graph else jv.detach()
 
 

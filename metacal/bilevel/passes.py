@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from metacal.autodiff.graph import without_second_derivative
+from metacal.autodiff.derivatives import jv_by_reverse, recorded_gradient
 from metacal.autodiff.tape import Tape
 from metacal.errors import InputError, require
 from metacal.network import ModuleState, Network, Streams, check_repeated, on_copies
@@ -119,26 +119,16 @@ class Recorded(Pass):
         check_repeated(repeated, recorded, tolerance, "use engine 'reverse' with one inner step")
 
 
-_NO_SECOND = (
-    "the hypergradient needs a rule for every operation of the model, or its second derivative, which is missing ({}): "
-    "use plain operations in its place, or engine 'difference'"
-)
-
-
 def double_vjp(z: Tensor, params: Sequence[Tensor], v: Cotangents) -> Tensor:
-    """J v as the derivative of Jᵀw, which is linear in w: J v = ∂⟨Jᵀw, v⟩/∂w.
+    """J v as the derivative of g = Jᵀw, which is linear in w. z must have its graph.
 
     Raises `InputError` where an operation has no second derivative.
     """
     w = torch.zeros_like(z, requires_grad=True)
     used = [(p, t) for p, t in zip(params, v) if t is not None]
-    return _derivative_in(w, _gradient_in(w, z, [p for p, _ in used]), [t for _, t in used])
-
-
-def _gradient_in(w: Tensor, z: Tensor, params: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Jᵀw with a graph in w."""
     with _naming_what_lacks():
-        return torch.autograd.grad(z, params, w, create_graph=True, allow_unused=True)
+        g = recorded_gradient(z, [p for p, _ in used], w)
+        return jv_by_reverse(g, w, [t for _, t in used], last=True)
 
 
 @contextmanager
@@ -146,20 +136,10 @@ def _naming_what_lacks() -> Iterator[None]:
     try:
         yield
     except NotImplementedError as error:
-        raise InputError(_NO_SECOND.format(str(error).splitlines()[0])) from error
-
-
-def _derivative_in(w: Tensor, grads: Sequence[Tensor | None], v: Cotangents) -> Tensor:
-    """∂⟨g(w), v⟩/∂w for gradients with graphs."""
-    pairs = [(g, t) for g, t in zip(grads, v) if g is not None and t is not None and g.requires_grad]
-    if not pairs:
-        return torch.zeros_like(w)
-    node = without_second_derivative(*[g for g, _ in pairs])
-    if node is not None:
-        raise InputError(_NO_SECOND.format(f"graph node {node}"))
-    with _naming_what_lacks():
-        (product,) = torch.autograd.grad([g for g, _ in pairs], w, [t for _, t in pairs], allow_unused=True)
-    return torch.zeros_like(w) if product is None else product.detach()
+        raise InputError(
+            "the hypergradient needs a rule for every operation of the model, or its second derivative, which is "
+            f"missing ({str(error).splitlines()[0]}): use plain operations in its place, or engine 'difference'"
+        ) from error
 
 
 class Forward(Engine):
@@ -244,13 +224,14 @@ class _Doubled(Recorded):
             both = torch.autograd.grad(loss, [*old, *params], retain_graph=True, allow_unused=True)
             total = [added(a, b) for a, b in zip(both[: len(old)], both[len(old) :])]
         self.cotangent = cotangent.detach().requires_grad_()
-        self.grads = _gradient_in(self.cotangent, logits, old)
+        with _naming_what_lacks():
+            self.grads = recorded_gradient(logits, old, self.cotangent)
         for p, grad, whole in zip(params, self.grads, total):
             p.grad = whole if penalised else None if grad is None else grad.detach().clone()
 
     def jv(self, v: Cotangents) -> Tensor:
-        with self.network.holding(self.engine.old):
-            return _derivative_in(self.cotangent, self.grads, v)
+        with self.network.holding(self.engine.old), _naming_what_lacks():
+            return jv_by_reverse(self.grads, self.cotangent, v, last=True)
 
 
 def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -128,7 +128,7 @@ def _ending(job: Job, status: int, asked: bool) -> str:
     # Another process may have ended the run while this one started: it is refused then, and done all the same.
     if status == 0 or (status == 2 and job.folder.finished and not job.config.overwrite):
         return "done"
-    if status == 2 and job.folder.in_use:
+    if status == 2 and job.folder.in_use:  # another process was a little faster
         return "waiting"
     return "stopped" if status == 130 or asked else "failed"
 

@@ -14,7 +14,7 @@ from metacal.errors import InputError, RunError, did_you_mean
 
 __all__ = ["main"]
 
-COMMANDS = ("train", "evaluate", "compare", "sweep", "study", "curvature")
+COMMANDS = ("train", "evaluate", "predict", "export", "compare", "sweep", "study", "curvature")
 
 USAGE = """metacal: train calibrated classifiers and measure how true their confidence is.
 
@@ -24,6 +24,8 @@ commands:
   train [group=name ...] [key=value ...]   train one run; -m for a grid of them; --help lists all groups and keys
   evaluate RUN ... | FILE.npz ... [--json] measure runs (from their checkpoint) or saved predictions
   evaluate RUN ... --ensemble | RUN --shift  the mean of several runs' probabilities; a run on corrupted images
+  predict RUN IMAGES/|FILE.npz --out FILE  calibrated probabilities of new inputs, as .npz or .csv
+  export RUN --format F --out FILE         the calibrated network for other programs: torch-export, onnx, state_dict
   compare RUNS ...                         one table of runs over seeds: what differs, and whether it is significant
   sweep key=a,b,c ... [jobs=N]             a grid of runs on this machine, several at a time
   study NAME [variant=...] [key=value ...] run what a study's grid misses and write its report
@@ -41,6 +43,7 @@ examples:
   metacal train data=npz data.path=cifar10.npz model=resnet20 optimizer.lr=0.1 epochs=100 seed=1
   metacal sweep method=cross_entropy,focal,metacal seed=0,1,2 jobs=2
   metacal evaluate runs/default/metacal/seed0
+  metacal predict runs/default/metacal/seed0 new_images/ --out predictions.csv
   metacal compare runs/default --baseline method=cross_entropy --sort ece --html report.html
 """
 

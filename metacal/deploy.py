@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from metacal import __version__
 from metacal.config import Config, ModelConfig
 from metacal.data import Data, InputKind, Task, Transform
-from metacal.data.arrays import as_tensor, is_image
+from metacal.data.arrays import is_image
 from metacal.data.stores import resized
 from metacal.data.wrap import input_kind
 from metacal.errors import require
+from metacal.export import export
 from metacal.models import Backbone, build_model
 from metacal.models.factory import Architecture, architecture_of
 from metacal.modes import evaluation_mode
@@ -61,13 +62,12 @@ class CalibratedModel(nn.Module):
         return names + [str(k) for k in range(len(names), self.backbone.n_classes)]
 
     def forward(self, x: Any) -> Tensor:
-        return self._logits(x) / self.temperature
+        return self._logits(self._accepted(x)) / self.temperature
 
     def predict_proba(self, x: Any, batch_size: int = 1024, scaled: bool = True) -> Tensor:
         """Class probabilities (N, K) of inputs (N, ...), on the model's device; `scaled=False`: before scaling by T."""
         require(batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
-        x = self._tensor(x)
-        require(x.ndim > 0 and len(x) > 0, f"new inputs are empty (shape {tuple(x.shape)})")
+        x = self._accepted(x)
         with torch.no_grad(), evaluation_mode(self):
             logits = torch.cat([self._logits(part) for part in x.split(batch_size)])
         return torch.softmax(logits / (self.temperature if scaled else 1.0), dim=1)
@@ -76,19 +76,28 @@ class CalibratedModel(nn.Module):
         """The most probable class (N,) of inputs (N, ...), int64: an index into `class_names`."""
         return self.predict_proba(x, batch_size, scaled=False).argmax(1)
 
+    def export(self, path: str | Path, format: str = "torch-export") -> None:
+        """Write it for other programs, from raw inputs to probabilities: torch-export, onnx or state_dict.
+
+        See `metacal.export.export` for what the files hold, how they are checked, and what raises.
+        """
+        export(self.backbone.net, self.kind, self.temperature, self.class_names, path, format)
+
     def extra_repr(self) -> str:
         return f"{self.backbone.n_classes} classes, temperature {self.temperature:.4g}"
 
-    def _logits(self, x: Any) -> Tensor:
-        first = next(self.backbone.parameters())
-        x = self.kind.prepare(self._tensor(x), "new")
-        logits, _ = self.backbone(x.to(first.device, first.dtype if x.is_floating_point() else x.dtype))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def _tensor(self, x: Any) -> Tensor:
+    def _accepted(self, x: Any) -> Tensor:
+        """All inputs at once, so that a bad one is named by its index among them."""
         if self.image_size is not None and isinstance(x, (list, tuple)) and len(x) and is_image(x[0]):
             x = [resized(image, self.image_size) for image in x]
-        return as_tensor(x, "new inputs")
+        return self.kind.accept(x, "new")
+
+    def _logits(self, x: Tensor) -> Tensor:
+        first = next(self.backbone.parameters())
+        transform = self.kind.transform_of(x)
+        x = x if transform is None else transform(x)
+        logits, _ = self.backbone(x.to(first.device, first.dtype if x.is_floating_point() else x.dtype))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def save(model: CalibratedModel, path: str | Path) -> None:

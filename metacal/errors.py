@@ -5,8 +5,27 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 
-__all__ = ["InputError", "RunError", "did_you_mean", "note", "require", "require_choice"]
+__all__ = [
+    "EXTRAS",
+    "InputError",
+    "RunError",
+    "did_you_mean",
+    "missing_package",
+    "note",
+    "require",
+    "require_choice",
+    "require_packages",
+]
+
+# What an extra of setup.cfg brings, by the names that are imported.
+EXTRAS = {
+    "train": ("hydra", "omegaconf", "rich", "PIL", "torchvision", "tensorboard", "matplotlib"),
+    "export": ("onnx", "onnxscript", "onnxruntime"),
+    "sklearn": ("sklearn",),
+    "higher": ("higher",),
+}
 
 
 class InputError(ValueError):
@@ -47,3 +66,19 @@ def require_choice(name: str, value: object, options: Iterable[str]) -> None:
     if value not in options:
         hint = did_you_mean(str(value), options)
         raise InputError(f"{name} must be one of {', '.join(options)}, got {value!r}{hint}")
+
+
+def require_packages(what: str, extra: str, *names: str) -> None:
+    """Raise `InputError` unless the packages `names`, which the extra `extra` installs, are there for `what`."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise InputError(f"{what} needs {' and '.join(missing)}, not installed here: pip install 'metacal[{extra}]'")
+
+
+def missing_package(what: str, error: ModuleNotFoundError) -> InputError | None:
+    """The sentence for a package that `what` could not import; None for one that no extra of metacal brings."""
+    name = (error.name or "").split(".")[0]
+    extra = next((extra for extra, names in EXTRAS.items() if name in names), None)
+    if extra is None:
+        return None
+    return InputError(f"{what} needs {name}, not installed here: pip install 'metacal[{extra}]'")

@@ -40,12 +40,13 @@ MAY_IMPORT = {
     "config": "bilevel calibration data errors gamma losses models monitors objective optim options penalties",
     "runs": "config errors files jsonio predictions",
     "report": "calibration data errors network predict predictions runs",
-    "deploy": "config data errors models modes predictions runs",
+    "export": "data errors files network",
+    "deploy": "config data errors export models modes predictions runs",
     "training": "bilevel calibration config curvature data deploy errors gamma jsonio margins mixing models modes "
     "monitors network objective optim options pixels predict predictions report runs",
     "studies": "calibration config curvature data errors jsonio predict predictions report runs training",
-    "commands": "calibration config curvature data errors jsonio models monitors predict predictions report runs "
-    "studies training",
+    "commands": "calibration config curvature data deploy errors export files jsonio models monitors predict "
+    "predictions report runs studies training",
     "cli": "commands errors",
 }
 LINES = 400

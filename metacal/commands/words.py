@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import NoReturn
 
 from metacal.errors import InputError, require
 
-__all__ = ["Parser", "take_config_file", "take_count"]
+__all__ = ["Parser", "check_out", "take_config_file", "take_count"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,3 +40,17 @@ def take_count(words: list[str], key: str) -> int | None:
     text = given[-1].partition("=")[2]
     require(text.isdigit() and int(text) >= 1, f"{key} must be an integer >= 1, got {text!r}")
     return int(text)
+
+
+def check_out(path: str, *suffixes: str) -> Path:
+    """The file to write, `--out`, in a folder that is there and can be written.
+
+    Raises:
+        InputError: for another suffix than these (any, if there are none), a folder, and what cannot be written.
+    """
+    out = Path(path)
+    require(not suffixes or out.suffix in suffixes, f"--out must end in {' or '.join(suffixes)}, got {str(out)!r}")
+    require(not out.is_dir(), f"--out must be a file, got the folder {out}")
+    require(out.parent.is_dir(), f"--out {out}: the folder {out.parent} does not exist")
+    require(os.access(out.parent, os.W_OK), f"--out {out}: the folder {out.parent} cannot be written")
+    return out

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from metacal.errors import InputError, require
 
-__all__ = ["as_labels", "as_tensor", "check_labels", "image_tensor", "is_image", "stacked"]
+__all__ = ["as_labels", "as_tensor", "check_labels", "image_tensor", "is_image", "read_arrays", "stacked"]
 
 IGNORED = -100
 """What torch's cross-entropy leaves out by default, and so what many datasets mark samples with."""
@@ -212,3 +215,30 @@ def check_labels(labels: Tensor, name: str, n: int, n_classes: int | None = None
         hint = "; labels start at 0: subtract 1"
     limits = ">= 0" if n_classes is None else f"in 0..{n_classes - 1} (the model's outputs)"
     raise InputError(f"{name} labels must be {limits}, got {value} {place(at)}{hint}")
+
+
+def read_arrays(path: Path, what: str, wanted: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file by their names; the array of an .npy file by the name "".
+
+    Args:
+        what: the file, in messages.
+        wanted: names of the arrays to read; others are empty ones, so that they can be named. None: all.
+
+    Raises:
+        InputError: for a file that is not there, damaged, or holds objects, which only unpickling would read.
+    """
+    try:
+        opened = np.load(path, allow_pickle=False)
+        if isinstance(opened, np.ndarray):
+            return {"": opened}
+        with opened as file:
+            return {key: file[key] if wanted is None or key in wanted else np.empty(0) for key in file.files}
+    except FileNotFoundError as error:
+        raise InputError(f"{what} does not exist") from error
+    except ValueError as error:
+        raise InputError(
+            f"{path} cannot be read without unpickling: it holds objects, e.g. images of different shapes; "
+            "save plain arrays of one shape"
+        ) from error
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, TypeError, AttributeError) as error:
+        raise InputError(f"{what} is not a readable {path.suffix or '.npz'} file: {error}") from error

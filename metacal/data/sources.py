@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from metacal.data.stores import ArrayStore, FileStore
+from metacal.data.arrays import read_arrays
+from metacal.data.stores import IMAGE_SUFFIXES, ArrayStore, FileStore
 from metacal.errors import InputError, require, require_choice
 
 __all__ = ["SOURCES", "Source", "read_source"]
 
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _MEAN_STD = {
     "cifar10": ((0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26159)),
     "cifar100": ((0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615)),
@@ -95,24 +93,9 @@ def _npz(path: Path) -> Source:
 
 def _load_npz(path: Path) -> dict[str, np.ndarray]:
     wanted = ("x_train", "y_train", "x_test", "y_test", "class_names")
-    try:
-        opened = np.load(path, allow_pickle=False)
-        if isinstance(opened, np.ndarray):
-            raise InputError(f"{path} holds a single array; data.path must be an .npz with x_train and y_train")
-        with opened as file:
-            # Arrays that nobody asked for are only named, for the message about a missing one.
-            return {key: file[key] if key in wanted else np.empty(0) for key in file.files}
-    except FileNotFoundError as error:
-        raise InputError(f"data.path = {path} does not exist") from error
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(
-            f"{path} cannot be read without unpickling: it holds objects, e.g. images of different shapes; "
-            "save plain arrays of one shape"
-        ) from error
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, TypeError, AttributeError) as error:
-        raise InputError(f"data.path = {path} is not a readable .npz file: {error}") from error
+    arrays = read_arrays(path, f"data.path = {path}", wanted)
+    require("" not in arrays, f"{path} holds a single array; data.path must be an .npz with x_train and y_train")
+    return arrays
 
 
 def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, float | None]:
@@ -217,7 +200,7 @@ def _class_files(root: Path, part: Path, class_of: dict[str, int]) -> tuple[list
     for d in folders:
         require(d.name in class_of, f"{d} is no class of the training folder, which has {len(class_of)} classes")
         for f in sorted(d.rglob("*")):
-            if f.suffix.lower() in _IMAGE_SUFFIXES and f.is_file():
+            if f.suffix.lower() in IMAGE_SUFFIXES and f.is_file():
                 pairs.append((str(f.relative_to(root)), class_of[d.name]))
     return [p for p, _ in pairs], [k for _, k in pairs]
 

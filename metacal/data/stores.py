@@ -11,15 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metacal.errors import InputError
 
-__all__ = ["CHUNK", "ArrayStore", "FileStore", "leave_interrupts", "one_line", "resized", "tensor_chunks"]
+__all__ = [
+    "CHUNK",
+    "IMAGE_SUFFIXES",
+    "ArrayStore",
+    "FileStore",
+    "leave_interrupts",
+    "one_line",
+    "resized",
+    "tensor_chunks",
+]
 
 CHUNK = 512  # inputs loaded at a time
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class ArrayStore:
@@ -61,14 +70,15 @@ class ArrayStore:
 
 
 class FileStore:
-    """Image files below `root`, decoded to uint8 RGB `(3, H, W)`.
+    """Image files below `root`, decoded to uint8 `(C, H, W)`: RGB, or grey where `channels` is 1.
 
     With `image_size` s the shorter side is resized to s (bilinear, antialiased) and the middle s x s is cut
     out; without it all images must have the size of the first.
     """
 
-    def __init__(self, root: Path, files: Sequence[str], image_size: int | None) -> None:
+    def __init__(self, root: Path, files: Sequence[str], image_size: int | None, channels: int = 3) -> None:
         self.root = root
+        self.channels = channels
         self.files = np.asarray(files)
         self.image_size = image_size
         if image_size is not None:
@@ -82,40 +92,41 @@ class FileStore:
 
     def __getitem__(self, i: int) -> Tensor:
         with self._open(i) as file:
-            image = file.convert("RGB")
+            image = file.convert("L" if self.channels == 1 else "RGB")
         if self.image_size is not None:
             image = resized(image, self.image_size)
         self._check_size(i, image)
-        return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
+        pixels = np.asarray(image).reshape(*self.sides, self.channels)
+        return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
     def check_sizes(self) -> None:
         """Raise for the first file of another size, reading headers only; nothing to do with an `image_size`."""
         if self.image_size is None:
-            for i in range(len(self)):
-                with self._open(i) as image:
+            self.check_readable()
+
+    def check_readable(self) -> None:
+        """Raise for the first file that is no image, or whose size does not fit, reading headers only."""
+        for i in range(len(self)):
+            with self._open(i) as image:
+                if self.image_size is None:
                     self._check_size(i, image)
 
     def take(self, index: np.ndarray) -> FileStore:
         """The files at `index`."""
         new = object.__new__(FileStore)
-        new.root, new.files, new.image_size, new.sides = (
-            self.root,
-            self.files[index],
-            self.image_size,
-            self.sides,
-        )
+        vars(new).update(vars(self) | {"files": self.files[index]})
         return new
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        return (3, *self.sides)
+        return (self.channels, *self.sides)
 
     @property
     def nbytes(self) -> int:
-        return len(self) * 3 * self.sides[0] * self.sides[1]
+        return len(self) * self.channels * self.sides[0] * self.sides[1]
 
     def load(self, workers: int) -> Tensor:
-        """All images as one tensor `(n, 3, H, W)`."""
+        """All images as one tensor `(n, C, H, W)`."""
         out = torch.empty((len(self), *self.input_shape), dtype=torch.uint8)
         at = 0
         for x in tensor_chunks(self, workers):
@@ -132,6 +143,8 @@ class FileStore:
 
     @contextmanager
     def _open(self, i: int) -> Iterator[Any]:
+        from PIL import Image
+
         path = self.root / self.files[i]
         try:
             with Image.open(path) as image:
@@ -151,6 +164,8 @@ class FileStore:
 
 def resized(image: Any, side: int) -> Any:
     """A PIL image with its shorter side resized to `side` (bilinear, antialiased), and the middle square of it."""
+    from PIL import Image
+
     width, height = image.size
     if (width, height) == (side, side):
         return image

@@ -34,6 +34,7 @@ __all__ = [
     "budgets",
     "central",
     "column_of",
+    "inert",
     "is_scaled",
     "methods_table",
     "summarise",
@@ -196,14 +197,14 @@ class Table:
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         names = [c.name + suffix for c, suffixes in zip(self.columns, parts) for suffix in suffixes]
-        writer.writerow([_inert(self.corner or "name"), *map(_inert, names)])
+        writer.writerow([inert(self.corner or "name"), *map(inert, names)])
         for name, cells in self.rows:
             numbers = [_part(cell, s) for cell, suffixes in zip(cells, parts) for s in suffixes]
-            writer.writerow([_inert(name), *("" if x is None else _inert(x) for x in numbers)])
+            writer.writerow([inert(name), *("" if x is None else inert(x) for x in numbers)])
         return out.getvalue()
 
 
-def _inert(cell: Any) -> Any:
+def inert(cell: Any) -> Any:
     """Text that a spreadsheet would take for a formula, with an apostrophe before it; numbers stay as they are."""
     if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
         return cell

@@ -92,6 +92,10 @@ class Fit:
         """Write the calibrated model to one file, which `metacal.load` reads."""
         deploy.save(self.calibrated, path)
 
+    def export(self, path: str | Path, format: str = "torch-export") -> None:
+        """Write the calibrated model for other programs, as `CalibratedModel.export`."""
+        self.calibrated.export(path, format)
+
 
 def fit(
     model: nn.Module,

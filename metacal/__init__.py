@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _MODULES or name == "sklearn":  # which needs scikit-learn, and so is in no list
         return importlib.import_module(f"metacal.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)

@@ -64,10 +64,13 @@ class CalibratedModel(nn.Module):
     def forward(self, x: Any) -> Tensor:
         return self._logits(self._accepted(x)) / self.temperature
 
-    def predict_proba(self, x: Any, batch_size: int = 1024, scaled: bool = True) -> Tensor:
-        """Class probabilities (N, K) of inputs (N, ...), on the model's device; `scaled=False`: before scaling by T."""
+    def predict_proba(self, x: Any, batch_size: int = 1024, scaled: bool = True, ranged: bool = True) -> Tensor:
+        """Class probabilities (N, K) of inputs (N, ...), on the model's device.
+
+        scaled: after scaling by T. ranged: refuse inputs whose values lie far from those of training.
+        """
         require(batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
-        x = self._accepted(x)
+        x = self._accepted(x, ranged)
         with torch.no_grad(), evaluation_mode(self):
             logits = torch.cat([self._logits(part) for part in x.split(batch_size)])
         return torch.softmax(logits / (self.temperature if scaled else 1.0), dim=1)
@@ -86,11 +89,11 @@ class CalibratedModel(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.backbone.n_classes} classes, temperature {self.temperature:.4g}"
 
-    def _accepted(self, x: Any) -> Tensor:
+    def _accepted(self, x: Any, ranged: bool = True) -> Tensor:
         """All inputs at once, so that a bad one is named by its index among them."""
         if self.image_size is not None and isinstance(x, (list, tuple)) and len(x) and is_image(x[0]):
             x = [resized(image, self.image_size) for image in x]
-        return self.kind.accept(x, "new")
+        return self.kind.accept(x, "new", ranged)
 
     def _logits(self, x: Tensor) -> Tensor:
         first = next(self.backbone.parameters())

@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "deploy": "config data errors export models modes predictions runs",
     "training": "bilevel calibration config curvature data deploy errors gamma jsonio margins mixing models modes "
     "monitors network objective optim options pixels predict predictions report runs",
+    "sklearn": "errors models training",
     "studies": "calibration config curvature data errors jsonio predict predictions report runs training",
     "commands": "calibration config curvature data deploy errors export files jsonio models monitors predict "
     "predictions report runs studies training",

@@ -41,10 +41,18 @@ if TYPE_CHECKING:  # what type checkers and editors see
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES or name == "sklearn":  # which needs scikit-learn, and so is in no list
-        return importlib.import_module(f"metacal.{name}")
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        if name in _MODULES or name == "sklearn":  # which loads scikit-learn, and so is in no list
+            return importlib.import_module(f"metacal.{name}")
+        if name in _HOME:
+            return getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        from metacal.errors import missing_package
+
+        sentence = missing_package(f"metacal.{name}", error)
+        if sentence is None:
+            raise
+        raise ImportError(sentence, name=error.name) from error
     raise AttributeError(f"module 'metacal' has no attribute {name!r}")
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from metacal import __version__
-from metacal.errors import InputError, RunError, did_you_mean
+from metacal.errors import InputError, RunError, did_you_mean, missing_package, require_packages
 
 __all__ = ["main"]
 
 COMMANDS = ("train", "evaluate", "predict", "export", "compare", "sweep", "study", "curvature")
+TRAINING = ("train", "sweep", "study")
 
 USAGE = """metacal: train calibrated classifiers and measure how true their confidence is.
 
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[0] not in COMMANDS:
             near = did_you_mean(argv[0], COMMANDS)
             raise InputError(f"unknown command {argv[0]!r}{near}; commands are {', '.join(COMMANDS)}")
+        if argv[0] in TRAINING:  # before any work: figures are drawn when a run ends
+            require_packages(f"metacal {argv[0]}", "hydra", "rich", "tensorboard", "matplotlib")
         module = importlib.import_module(f"metacal.commands.{argv[0]}")
         with warnings.catch_warnings():
             warnings.showwarning = _show
@@ -75,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("metacal: interrupted", file=sys.stderr)
         return 130
     except (ImportError, MemoryError) as error:
-        print(f"metacal: {_shortage(error)}", file=sys.stderr)
-        return 1
+        missing = missing_package(f"metacal {argv[0]}", error) if isinstance(error, ImportError) else None
+        print(f"metacal: {missing or _shortage(error)}", file=sys.stderr)
+        return 2 if missing else 1
     except BrokenPipeError:  # the reader of our output has gone (`metacal … | head`)
         sys.stderr.close()
         return 1

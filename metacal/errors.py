@@ -19,13 +19,12 @@ __all__ = [
     "require_packages",
 ]
 
-# What an extra of setup.cfg brings, by the names that are imported.
 EXTRAS = {
-    "train": ("hydra", "omegaconf", "rich", "PIL", "torchvision", "tensorboard", "matplotlib"),
+    "train": ("torchvision", "PIL", "hydra", "omegaconf", "rich", "tensorboard", "matplotlib"),
     "export": ("onnx", "onnxscript", "onnxruntime"),
-    "sklearn": ("sklearn",),
     "higher": ("higher",),
 }
+"""What extras of setup.cfg bring, by the names that are imported."""
 
 
 class InputError(ValueError):
@@ -68,17 +67,20 @@ def require_choice(name: str, value: object, options: Iterable[str]) -> None:
         raise InputError(f"{name} must be one of {', '.join(options)}, got {value!r}{hint}")
 
 
-def require_packages(what: str, extra: str, *names: str) -> None:
-    """Raise `InputError` unless the packages `names`, which the extra `extra` installs, are there for `what`."""
-    missing = [name for name in names if find_spec(name) is None]
-    if missing:
-        raise InputError(f"{what} needs {' and '.join(missing)}, not installed here: pip install 'metacal[{extra}]'")
+def require_packages(what: str, *names: str) -> None:
+    """Raise `InputError` unless the packages `names`, which extras of metacal bring, are there for `what`."""
+    for name in names:
+        if find_spec(name) is None:
+            raise InputError(_missing(what, name))
 
 
-def missing_package(what: str, error: ModuleNotFoundError) -> InputError | None:
-    """The sentence for a package that `what` could not import; None for one that no extra of metacal brings."""
+def missing_package(what: str, error: ImportError) -> str | None:
+    """The sentence for a package that `what` could not import; None where no extra of metacal brings it."""
     name = (error.name or "").split(".")[0]
-    extra = next((extra for extra, names in EXTRAS.items() if name in names), None)
-    if extra is None:
-        return None
-    return InputError(f"{what} needs {name}, not installed here: pip install 'metacal[{extra}]'")
+    known = isinstance(error, ModuleNotFoundError) and any(name in names for names in EXTRAS.values())
+    return _missing(what, name) if known else None
+
+
+def _missing(what: str, name: str) -> str:
+    extra = next(extra for extra, names in EXTRAS.items() if name in names)
+    return f"{what} needs {name}, which is not installed here: pip install 'metacal[{extra}]'"

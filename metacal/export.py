@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from metacal.data import InputKind
-from metacal.errors import InputError, require, require_choice, require_packages
+from metacal.errors import EXTRAS, InputError, require, require_choice, require_packages
 from metacal.files import write_atomically
 from metacal.network import logits_in
 
@@ -91,7 +91,7 @@ def export(
     """
     require_choice("format", format, FORMATS)
     if format == "onnx":
-        require_packages("format onnx", "export", "onnx", "onnxscript", "onnxruntime")
+        require_packages("format onnx", *EXTRAS["export"])
     require(not Path(path).is_dir(), f"path must be a file, got the folder {path}")
     network = Probabilities(copy.deepcopy(net), kind, temperature).cpu().requires_grad_(False)
     with _quiet():

@@ -4,7 +4,7 @@
 # cross-entropy on the same splits.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-"$root/scripts/setup.sh"
+"$root/scripts/setup.sh" train
 if [ $# -eq 0 ]; then
     set -- train "baselines=[gamma_net,focal,cross_entropy]"
 fi

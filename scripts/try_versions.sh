@@ -31,8 +31,10 @@ import sys
 
 config = configparser.ConfigParser()
 config.read(sys.argv[1])
-for line in config["options"]["install_requires"].split():
-    name, version = re.match(r"([\w-]+)>=([\w.]+)", line).groups()
+extras = config["options.extras_require"]
+lines = [config["options"]["install_requires"], extras["train"], extras["sklearn"], extras["higher"]]
+bounds = re.findall(r"^([\w-]+)>=([\w.]+)", "\n".join(lines), flags=re.MULTILINE)
+for name, version in dict(bounds).items():  # of two bounds the later one, which is the higher
     print(f"{name}=={version}")
 PINS
 fi

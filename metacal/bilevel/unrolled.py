@@ -19,7 +19,7 @@ from metacal.bilevel.inner import Gradient, Inner
 from metacal.bilevel.passes import Engine
 from metacal.bilevel.state import Snapshot, preserved
 from metacal.bilevel.window import OuterPart, full
-from metacal.errors import InputError, require
+from metacal.errors import require, require_packages
 from metacal.network import Streams, outputs_of, plain_attention
 
 __all__ = ["HIGHER", "TrainingStep", "Unroller", "Window", "check_unrollable", "unrolled_gradient"]
@@ -39,12 +39,7 @@ def check_unrollable(optimizer: Optimizer) -> None:
         not any(group["maximize"] for group in optimizer.param_groups),
         "optimizer must not set maximize with engine 'higher' (that library ignores it), use engine 'forward'",
     )
-    try:
-        import higher  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "engine 'higher' needs the package higher (pip install higher), use engine 'forward'"
-        ) from None
+    require_packages("engine 'higher'", "higher")
 
 
 def unrolled_gradient(

@@ -38,12 +38,17 @@ def train_command(argv: Sequence[str]) -> int:
     if any(word.startswith("-") for word in words):
         return _with_hydra(words, config_file)
 
+    if not any(word.startswith("progress=") and word != "progress=true" for word in words):
+        # The configuration alone takes the time to import PyTorch, which knows all options of the parts.
+        what = shlex.join(argv) or "the default method on the bundled digits"
+        print(f"metacal train: loading PyTorch for {what}", flush=True)
+
     from metacal.config.compose import compose
 
     config = compose(words, config_file)
     for method in config.baselines:  # a typo in the last baseline must not surface after the first run
         compose(_with_method(words, method), config_file)
-    if config.progress:  # before PyTorch is imported, which can take seconds
+    if config.progress:
         what = f"{config.method}, data {config.data.name}, model {config.model.name}"
         print(f"metacal train: {what if config.resume is None else f'going on with {config.resume}'}", flush=True)
     if config.resume is not None:

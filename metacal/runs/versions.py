@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -21,11 +22,12 @@ def versions() -> dict[str, str]:
     known = {
         "metacal": metacal.__version__,
         "torch": torch.__version__,
-        "torchvision": importlib.metadata.version("torchvision"),  # importing it takes over a second
         "numpy": numpy.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
     }
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not all data and models need it
+        known["torchvision"] = importlib.metadata.version("torchvision")  # importing it takes over a second
     if commit := _git_state(Path(metacal.__file__).parent):
         known["git"] = commit
     return known

@@ -19,7 +19,7 @@ from metacal.config.compose import compose, to_yaml
 from metacal.data import InputKind
 from metacal.data.kind import remember
 from metacal.deploy import CalibratedModel
-from metacal.errors import did_you_mean, require
+from metacal.errors import did_you_mean, require, require_packages
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode, training_mode
 from metacal.objective import class_weights
@@ -173,6 +173,8 @@ def fit(
     config = _composed(method, overrides, given, optimizer, {"lr": lr, "weight_decay": weight_decay})
     require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
     _check_callbacks(callbacks)
+    if run_dir is not None:
+        require_packages("run_dir", "tensorboard", "matplotlib")
     if meta is not None:
         config = _with_meta_given(config, meta_from)
     own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None

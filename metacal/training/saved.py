@@ -1,4 +1,7 @@
-"""A run's model and predictions, made again from its folder."""
+"""A run's model and predictions, made again from its folder.
+
+What reads run folders needs Hydra and is imported there; a file of a model needs PyTorch only.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,6 @@ from metacal.models import Backbone
 from metacal.predict import predict
 from metacal.predictions import Predictions
 from metacal.runs import checkpoint
-from metacal.runs.config import recorded_config
-from metacal.runs.folder import RunFolder, check_run
 from metacal.training.setup import build_backbone, choose_device, evaluation_batches, prepare_data
 
 __all__ = ["SavedRun", "load", "load_run", "predict_run"]
@@ -39,6 +40,9 @@ def load_run(path: str | Path, device_name: str = "auto", which: str = "best") -
     Raises:
         InputError: when the folder is no run, has no checkpoint, or its data have changed since.
     """
+    from metacal.runs.config import recorded_config
+    from metacal.runs.folder import check_run
+
     folder = check_run(path)
     file = folder.best if which == "best" else folder.last
     require(file.is_file(), f"{path} has no checkpoint yet (checkpoints/{file.name})")
@@ -88,6 +92,8 @@ def load(path: str | Path, model: nn.Module | None = None, device: str | torch.d
     if not Path(path).is_dir():
         return load_file(path, model, device)
     require(model is None, f"{path} is a run folder, whose config says what the model is: leave out model")
+    from metacal.runs.folder import RunFolder
+
     folder = RunFolder(path)
     if folder.model.is_file():
         return load_file(folder.model, None, device)

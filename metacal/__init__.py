@@ -27,17 +27,27 @@ _MODULES = ("bilevel", "calibration", "curvature", "data", "losses", "margins", 
 
 __all__ = [*_HOME, *_MODULES, "__version__"]
 
-if TYPE_CHECKING:  # what type checkers and editors see
-    from metacal import bilevel, calibration, curvature, data, losses, margins, models, optim, penalties
-    from metacal.bilevel import MetaStep
-    from metacal.deploy import CalibratedModel
-    from metacal.errors import InputError
-    from metacal.gamma import GammaNet
-    from metacal.models.backbone import Backbone
-    from metacal.predictions import Predictions
-    from metacal.report.report import Report, evaluate
-    from metacal.training.fit import Fit, fit
-    from metacal.training.saved import load
+if TYPE_CHECKING:  # what type checkers and editors see; "as" says that a name is meant for others
+    from metacal import bilevel as bilevel
+    from metacal import calibration as calibration
+    from metacal import curvature as curvature
+    from metacal import data as data
+    from metacal import losses as losses
+    from metacal import margins as margins
+    from metacal import models as models
+    from metacal import optim as optim
+    from metacal import penalties as penalties
+    from metacal.bilevel import MetaStep as MetaStep
+    from metacal.deploy import CalibratedModel as CalibratedModel
+    from metacal.errors import InputError as InputError
+    from metacal.gamma import GammaNet as GammaNet
+    from metacal.models.backbone import Backbone as Backbone
+    from metacal.predictions import Predictions as Predictions
+    from metacal.report.report import Report as Report
+    from metacal.report.report import evaluate as evaluate
+    from metacal.training.fit import Fit as Fit
+    from metacal.training.fit import fit as fit
+    from metacal.training.saved import load as load
 
 
 def __getattr__(name: str) -> Any:

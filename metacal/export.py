@@ -48,6 +48,8 @@ class Probabilities(nn.Module):
         self.dtype = next(p.dtype for p in net.parameters() if p.is_floating_point())
         self.temperature = temperature
         self.kind = kind
+        self.gain: Tensor | None
+        self.shift: Tensor | None
         t = kind.transform
         shape = (-1,) + (1,) * (len(kind.shape) - 1)
         self.register_buffer("gain", None if t is None else (t.scale / t.std).to(self.dtype).view(shape))
@@ -55,7 +57,7 @@ class Probabilities(nn.Module):
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gain is not None:
+        if self.gain is not None and self.shift is not None:
             x = x.to(self.dtype) * self.gain - self.shift
         logits = logits_in(self.net(x))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

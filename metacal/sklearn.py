@@ -23,6 +23,7 @@ from torch import nn
 from metacal.errors import require
 from metacal.models import Backbone
 from metacal.models.small import mlp
+from metacal.names import DEFAULT_METHOD, MethodName, OptimizerName
 from metacal.training.fit import fit
 
 __all__ = ["CalibratedClassifier"]
@@ -60,10 +61,10 @@ class CalibratedClassifier(ClassifierMixin, BaseEstimator):
         self,
         module: nn.Module | Callable[[int, int], nn.Module] | None = None,
         *,
-        method: str = "gamma_net",
+        method: MethodName = DEFAULT_METHOD,
         epochs: int = 30,
         batch_size: int = 128,
-        optimizer: str | None = None,
+        optimizer: OptimizerName | None = None,
         lr: float | None = None,
         weight_decay: float | None = None,
         overrides: Sequence[str] = (),

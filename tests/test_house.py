@@ -11,6 +11,7 @@ import metacal
 ROOT = Path(metacal.__file__).parent
 MAY_IMPORT = {
     "errors": "",
+    "names": "",
     # what everything stands on: numbers with labels, options, files, one way to run a network
     "files": "errors",
     "jsonio": "errors",
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "autodiff": "errors network",
     "losses": "errors options",
     "mixing": "errors",
-    "calibration": "errors options predictions",
+    "calibration": "errors names options predictions",
     "margins": "calibration errors modes network pixels predictions",
     "curvature": "autodiff errors losses network",
     # what is trained, and on what
@@ -37,14 +38,14 @@ MAY_IMPORT = {
     "bilevel": "autodiff calibration errors gamma mixing network objective optim",
     "monitors": "calibration curvature errors margins models modes options pixels predict predictions",
     # runs
-    "config": "bilevel calibration data errors gamma losses models monitors objective optim options penalties",
+    "config": "bilevel calibration data errors gamma losses models monitors names objective optim options penalties",
     "runs": "config errors files jsonio predictions",
-    "report": "calibration data errors network predict predictions runs",
+    "report": "calibration data errors names network predict predictions runs",
     "export": "data errors files network",
     "deploy": "config data errors export models modes predictions runs",
     "training": "bilevel calibration config curvature data deploy errors gamma jsonio margins mixing models modes "
-    "monitors network objective optim options pixels predict predictions report runs",
-    "sklearn": "errors models training",
+    "monitors names network objective optim options pixels predict predictions report runs",
+    "sklearn": "errors models names training",
     "studies": "calibration config curvature data errors jsonio predict predictions report runs training",
     "commands": "calibration config curvature data deploy errors export files jsonio models monitors predict "
     "predictions report runs studies training",

@@ -21,6 +21,7 @@ from metacal.calibration import binning
 from metacal.calibration.binned import bin_sums
 from metacal.calibration.measures import MEASURES
 from metacal.errors import require, require_choice
+from metacal.names import MeasureName
 from metacal.predictions import Predictions
 
 __all__ = ["CalibrationAccumulator"]
@@ -42,7 +43,11 @@ class CalibrationAccumulator:
     """
 
     def __init__(
-        self, n_classes: int | None, n_bins: int = 15, classwise: bool = True, measures: Sequence[str] | None = None
+        self,
+        n_classes: int | None,
+        n_bins: int = 15,
+        classwise: bool = True,
+        measures: Sequence[MeasureName] | None = None,
     ) -> None:
         valid = n_classes is None or (isinstance(n_classes, int) and n_classes >= 2)
         require(valid, f"n_classes must be an integer >= 2, got {n_classes!r}")

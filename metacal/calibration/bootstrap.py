@@ -20,11 +20,12 @@ from metacal.calibration.arguments import require_predictions
 from metacal.calibration.measure import Measure
 from metacal.calibration.measures import MEASURES
 from metacal.errors import require
+from metacal.names import MeasureName
 from metacal.predictions import Predictions
 
 __all__ = ["Comparison", "Interval", "bootstrap", "bootstrap_all", "compare"]
 
-MeasureLike = str | Measure | Callable[..., float]
+MeasureLike = MeasureName | Measure | Callable[..., float]
 
 
 class Job(NamedTuple):

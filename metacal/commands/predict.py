@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from metacal.commands.words import Parser, check_out
 from metacal.errors import InputError, require
@@ -109,7 +109,7 @@ def _write_npz(out: Path, probabilities: Tensor, class_names: Sequence[str], inp
 
     from metacal.files import write_atomically
 
-    arrays = {
+    arrays: dict[str, Any] = {
         "probs": probabilities.numpy(),
         "predicted": probabilities.argmax(1).numpy(),
         "class_names": np.array(class_names),

@@ -20,6 +20,7 @@ from metacal.gamma import SOURCES, SmoothingOptions
 from metacal.losses import LOSSES
 from metacal.models.options import ModelConfig
 from metacal.monitors import MONITORS
+from metacal.names import DEFAULT_METHOD
 from metacal.objective import ClassWeighting, Weighting
 from metacal.optim import OPTIMIZERS, SCHEDULES
 from metacal.optim.schedule import Warmup
@@ -37,7 +38,7 @@ class Config:
     """
 
     name: str = option("default", "the experiment: runs/<name>/<method and overrides>/seed<seed>")
-    method: str = option("metacal", "what trains: see the group")
+    method: str = option(DEFAULT_METHOD, "what trains: see the group")
     seed: int = option(0, "of all that is random", low=0, high=2**63, must="in [0, 2**63]")
     epochs: int = option(30, "passes through the training images, in as many steps for every method", low=1)
     select: str = option(

@@ -19,6 +19,7 @@ from metacal.calibration.measures import values_of
 from metacal.calibration.scaling import TemperatureScaling
 from metacal.data.wrap import for_model
 from metacal.errors import require
+from metacal.names import MeasureName
 from metacal.predict import Data, predict
 from metacal.predictions import Predictions
 from metacal.report.figures import reliability_diagram
@@ -57,7 +58,7 @@ class Report:
         predictions: Predictions,
         val: Predictions | None = None,
         *,
-        measures: Sequence[str] | None = None,
+        measures: Sequence[MeasureName] | None = None,
         n_bins: int = 15,
         resamples: int = 1000,
         seed: int = 0,

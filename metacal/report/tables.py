@@ -14,10 +14,11 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from metacal.calibration import MEASURES
 from metacal.errors import InputError, require
+from metacal.names import MeasureName
 from metacal.report.cells import Cell, Column, Range, Spread, central, column_of, is_scaled, summarise
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def inert(cell: Any) -> Any:
 
 def methods_table(
     runs: Mapping[str, Mapping[str, float] | Sequence[Mapping[str, float]]],
-    measures: Sequence[str] = ("accuracy", "nll", "ece", "adaptive_ece", "brier"),
+    measures: Sequence[MeasureName | Literal["temperature"]] = ("accuracy", "nll", "ece", "adaptive_ece", "brier"),
     scaled: bool = True,
     split: str = "test",
     title: str = "",

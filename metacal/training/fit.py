@@ -22,6 +22,7 @@ from metacal.deploy import CalibratedModel
 from metacal.errors import did_you_mean, require, require_packages
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode, training_mode
+from metacal.names import DEFAULT_METHOD, MethodName, OptimizerName
 from metacal.objective import class_weights
 from metacal.pixels import Pixels
 from metacal.predict import predict
@@ -102,7 +103,7 @@ def fit(
     train: Any,
     meta: Any = None,
     val: Any = None,
-    method: str = Config.method,
+    method: MethodName = DEFAULT_METHOD,
     *,
     meta_from: str | None = None,
     epochs: int | None = None,
@@ -110,7 +111,7 @@ def fit(
     seed: int = Config.seed,
     select: str = Config.select,
     patience: int | None = Config.patience,
-    optimizer: str | torch.optim.Optimizer | None = None,
+    optimizer: OptimizerName | torch.optim.Optimizer | None = None,
     lr: float | None = None,
     weight_decay: float | None = None,
     class_weight: str | Sequence[float] | Mapping[Any, float] | None = None,

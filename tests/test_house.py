@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "training": "bilevel calibration config curvature data deploy errors gamma jsonio margins mixing models modes "
     "monitors names network objective optim options pixels predict predictions report runs",
     "sklearn": "errors models names training",
-    "studies": "calibration config curvature data errors jsonio predict predictions report runs training",
+    "studies": "calibration config curvature data errors jsonio names predict predictions report runs training",
     "commands": "calibration config curvature data deploy errors export files jsonio models monitors predict "
     "predictions report runs studies training",
     "cli": "commands errors",

@@ -26,6 +26,7 @@ def test_names_for_type_checkers_are_those_of_the_registry(names: Any, registry:
     assert sorted(get_args(names)) == sorted(registry), "metacal/names.py lists them for type checkers"
 
 
+@pytest.mark.slow
 def test_a_users_program_passes_a_strict_type_checker(pytestconfig: pytest.Config) -> None:
     api = pytest.importorskip("mypy.api")
     file = Path(__file__).parent / "typing" / "snippet.py"

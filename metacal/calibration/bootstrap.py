@@ -144,7 +144,7 @@ def _check(n: int, level: float) -> None:
     require(0 < level < 1, f"level must be in (0, 1), got {level}")
 
 
-def _resolve(measure: MeasureLike, options: dict[str, Any]) -> tuple[Measure, dict[str, Any]]:
+def _resolve(measure: str | MeasureLike, options: dict[str, Any]) -> tuple[Measure, dict[str, Any]]:
     """The record and its options; a `functools.partial` with keywords only is taken apart."""
     if isinstance(measure, functools.partial):
         partial: functools.partial[float] = measure

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from metacal.jsonio import to_json
+from metacal.names import MeasureName
 from metacal.predictions import Predictions
 from metacal.report.figures import reliability_curves
 from metacal.report.report import Report
@@ -18,7 +19,7 @@ from metacal.training.saved import predict_run
 
 __all__ = ["report"]
 
-MEASURES = ("accuracy", "nll", "ece", "adaptive_ece", "brier")
+MEASURES: tuple[MeasureName, ...] = ("accuracy", "nll", "ece", "adaptive_ece", "brier")
 
 
 def report(study: Study) -> list[Path]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from metacal.jsonio import to_json
+from metacal.names import MeasureName
 from metacal.predictions import Predictions
 from metacal.report.report import Report
 from metacal.report.tables import Cell, Column, Table, central, column_of, summarise
@@ -14,7 +15,7 @@ from metacal.studies.grid import Study
 
 __all__ = ["report"]
 
-MEASURES = ("accuracy", "nll", "brier", "ece", "adaptive_ece")
+MEASURES: tuple[MeasureName, ...] = ("accuracy", "nll", "brier", "ece", "adaptive_ece")
 
 
 def report(study: Study) -> list[Path]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from metacal.calibration import CalibrationAccumulator
+from metacal.names import MeasureName
 from metacal.predictions import Predictions
 
 __all__ = ["RunningMeasures"]
 
-MEASURED = ("accuracy", "nll", "ece", "confidence")
+MEASURED: tuple[MeasureName, ...] = ("accuracy", "nll", "ece", "confidence")
 
 _TOGETHER = 20  # batches that are binned at once: one wait for the device, one pass of small operations
 _RECENT = 1000  # samples that histograms and figures of gamma show

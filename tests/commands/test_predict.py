@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def test_images_of_a_folder(run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert [float(row["probability"]) for row in rows] == pytest.approx(expected.amax(1).tolist())
 
 
-def test_arrays_with_and_without_labels(run: Path, tmp_path: Path) -> None:
+def test_arrays_with_and_without_labels(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out = metacal.load(run), tmp_path / "p.npz"
     expected = model.predict_proba(IMAGES)
     last, first = IMAGES.permute(0, 2, 3, 1).numpy(), IMAGES.numpy()
@@ -79,6 +80,7 @@ def test_arrays_with_and_without_labels(run: Path, tmp_path: Path) -> None:
         if known:
             assert main(["evaluate", str(out), "--resamples", "0"]) == 0
             assert metacal.Predictions.load(out).labels.tolist() == labels.tolist()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # with a bar of progress
     assert main(["predict", str(run), str(tmp_path / "b.npz"), "--out", str(tmp_path / "p.csv")]) == 0
     with open(tmp_path / "p.csv", newline="") as file:
         assert [row["label"] for row in csv.DictReader(file)][:3] == ["'=1+1", "dog", "eel"]

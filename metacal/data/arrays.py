@@ -139,7 +139,7 @@ def as_labels(
     Raises:
         InputError: for labels that are none of these, naming the first bad one.
     """
-    names = _texts(values)
+    names = _texts(values, name)
     if names is not None:
         if class_names is None:
             hint = "the classes they stand for are not known: give class indices"
@@ -152,12 +152,17 @@ def as_labels(
     return labels, class_names
 
 
-def _texts(values: Any) -> list[str] | None:
+def _texts(values: Any, name: str) -> list[str] | None:
     """The entries of a one-dimensional collection of text; None for anything else."""
     if isinstance(values, Tensor):
         return None
     if not isinstance(values, (list, tuple)):
         values = np.asarray(values)
+        text = values.dtype.kind in "US" or (values.dtype == object and any(isinstance(v, str) for v in values.flat))
+        require(
+            not text or values.ndim != 2 or values.shape[1] != 1,
+            f"{name} labels must hold one class name a sample, shape (N,), got {values.shape}; use y.squeeze(1)",
+        )
         if values.dtype.kind not in "USO" or values.ndim != 1:
             return None
     entries = list(values)

@@ -42,6 +42,16 @@ class Items(Dataset):
         return self.x[i], self.target_transform(self.y[i])
 
 
+class Frame:
+    """A data frame, as far as numpy is concerned."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.asarray(self.values, dtype=dtype)
+
+
 def pictures(mode: str) -> list[Image.Image]:
     return [Image.fromarray(p.permute(1, 2, 0).numpy()).convert(mode) for p in PIXELS]
 
@@ -107,6 +117,9 @@ BAD_LABELS = {
     "negative": ((X, Y - 1), "must be in 0..2 .*, got -1 at index 0"),
     "ignored": ((X, Y.where(Y < 2, -100)), "got -100 at index 2; -100, with which torch marks"),
     "column": ((X, Y[:, None]), r"shape \(N,\), got \(24, 1\); use y.squeeze\(1\)"),
+    "column of floats": ((X, Y.float()[:, None]), r"shape \(N,\), got \(24, 1\); use y.squeeze\(1\)"),
+    "column of names": ((X, np.array(NAMES)[:, None]), r"shape \(N,\), got \(24, 1\); use y.squeeze\(1\)"),
+    "frame of names": ((X, Frame(np.array(NAMES, dtype=object)[:, None])), r"got \(24, 1\); use y.squeeze\(1\)"),
     "floats": ((X, Y.float()), r"must be integers, got torch.float32; for class indices use y.long\(\)"),
     "fractions": ((X, Y + 0.6), "must be integers, got torch.float32, 0.6 at index 0"),
     "bools": ((X, Y > 0), "must be integers, got torch.bool; for classes 0 and 1"),
@@ -237,16 +250,6 @@ def test_features_come_in_the_type_of_the_model(x: Any, dtype: torch.dtype) -> N
     torch.testing.assert_close(split.storage, X.to(dtype), rtol=1e-2 if half else 1e-6, atol=1e-2 if half else 1e-6)
     items = as_split(Items(x, Y.tolist()), task=Task(K, dtype))
     torch.testing.assert_close(rows(items), split.storage)
-
-
-class Frame:
-    """A data frame, as far as numpy is concerned."""
-
-    def __init__(self, values: Any) -> None:
-        self.values = values
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.asarray(self.values, dtype=dtype)
 
 
 def test_data_frames() -> None:

@@ -19,6 +19,7 @@ _HOME = {
     "MetaStep": "metacal.bilevel",
     "Predictions": "metacal.predictions",
     "Report": "metacal.report.report",
+    "calibrate": "metacal.training.posthoc",
     "evaluate": "metacal.report.report",
     "fit": "metacal.training.fit",
     "load": "metacal.training.saved",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; "as" says that a name i
     from metacal.report.report import evaluate as evaluate
     from metacal.training.fit import Fit as Fit
     from metacal.training.fit import fit as fit
+    from metacal.training.posthoc import calibrate as calibrate
     from metacal.training.saved import load as load
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from metacal import __version__
+from metacal.calibration.choice import name_of, restored
+from metacal.calibration.fitted import Scaling
 from metacal.config import Config, ModelConfig
 from metacal.data import Data, InputKind, Task, Transform
 from metacal.data.arrays import is_image
@@ -35,7 +37,8 @@ class CalibratedModel(nn.Module):
     """A trained network with all that its use needs: normalisation of inputs, temperature, names of classes.
 
     `forward(x)` gives calibrated logits z / T, (N, K), of inputs of the kind that the network was trained on, such as
-    uint8 images: softmax makes probabilities of them. Inputs of another kind are refused (see `InputKind`).
+    uint8 images: softmax makes probabilities of them. Inputs of another kind are refused (see `InputKind`). With a map
+    other than a temperature they are what that makes of z, without a gradient.
 
     Args:
         backbone: the network, which is put in evaluation mode.
@@ -43,16 +46,24 @@ class CalibratedModel(nn.Module):
         task: its classes and the type of its parameters.
         temperature: T.
         image_size: PIL images are resized and cropped to it, as image files were in training; None: they are not.
+        scaling: a fitted map of z / T; None: none.
     """
 
     def __init__(
-        self, backbone: Backbone, kind: InputKind, task: Task, temperature: float, image_size: int | None = None
+        self,
+        backbone: Backbone,
+        kind: InputKind,
+        task: Task,
+        temperature: float,
+        image_size: int | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.kind, self.task = kind, task
         self.temperature = float(temperature)
         self.image_size = image_size
+        self.scaling = scaling
         self.eval()
 
     @property
@@ -62,32 +73,46 @@ class CalibratedModel(nn.Module):
         return names + [str(k) for k in range(len(names), self.backbone.n_classes)]
 
     def forward(self, x: Any) -> Tensor:
-        return self._logits(self._accepted(x)) / self.temperature
+        return self._calibrated(self._logits(self._accepted(x)))
 
     def predict_proba(self, x: Any, batch_size: int = 1024, scaled: bool = True, ranged: bool = True) -> Tensor:
         """Class probabilities (N, K) of inputs (N, ...), on the model's device.
 
-        scaled: after scaling by T. ranged: refuse inputs whose values lie far from those of training.
+        scaled: after calibration. ranged: refuse inputs whose values lie far from those of training.
         """
         require(batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
         x = self._accepted(x, ranged)
         with torch.no_grad(), evaluation_mode(self):
             logits = torch.cat([self._logits(part) for part in x.split(batch_size)])
-        return torch.softmax(logits / (self.temperature if scaled else 1.0), dim=1)
+        return torch.softmax(self._calibrated(logits) if scaled else logits, dim=1)
 
     def predict(self, x: Any, batch_size: int = 1024) -> Tensor:
         """The most probable class (N,) of inputs (N, ...), int64: an index into `class_names`."""
-        return self.predict_proba(x, batch_size, scaled=False).argmax(1)
+        return self.predict_proba(x, batch_size, scaled=self.scaling is not None).argmax(1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the model to one file, which `metacal.load` reads; raises as `metacal.deploy.save`."""
+        save(self, path)
 
     def export(self, path: str | Path, format: str = "torch-export") -> None:
         """Write it for other programs, from raw inputs to probabilities: torch-export, onnx or state_dict.
 
         See `metacal.export.export` for what the files hold, how they are checked, and what raises.
         """
+        require(
+            self.scaling is None,
+            f"export takes a network and one temperature, and this model is calibrated by {type(self.scaling).__name__}: "
+            "calibrate it with method='temperature', or use save",
+        )
         export(self.backbone.net, self.kind, self.temperature, self.class_names, path, format)
 
     def extra_repr(self) -> str:
-        return f"{self.backbone.n_classes} classes, temperature {self.temperature:.4g}"
+        calibrated = f"temperature {self.temperature:.4g}" if self.scaling is None else type(self.scaling).__name__
+        return f"{self.backbone.n_classes} classes, {calibrated}"
+
+    def _calibrated(self, logits: Tensor) -> Tensor:
+        logits = logits / self.temperature
+        return logits if self.scaling is None else self.scaling.map_logits(logits).to(logits.dtype)
 
     def _accepted(self, x: Any, ranged: bool = True) -> Tensor:
         """All inputs at once, so that a bad one is named by its index among them."""
@@ -126,6 +151,7 @@ def save(model: CalibratedModel, path: str | Path) -> None:
         "weights": dict(weights),
         "head": model.backbone.head_name,
         "temperature": model.temperature,
+        "scaling": None if model.scaling is None else _plain_scaling(model.scaling),
         "class_names": None if model.task.class_names is None else list(model.task.class_names),
         "dtype": _name(model.task.dtype),
         "image_size": model.image_size,
@@ -158,7 +184,9 @@ def load_file(path: str | Path, model: nn.Module | None = None, device: str | to
     backbone = Backbone(model.to(_DTYPES[state["dtype"]]), state["head"])
     checkpoint.load_weights(model, state["weights"], str(file))
     task = Task(backbone.n_classes, _DTYPES[state["dtype"]], state["class_names"])
-    return CalibratedModel(backbone, _kind(state["inputs"]), task, state["temperature"], state["image_size"]).to(device)
+    scaling = None if state.get("scaling") is None else restored(state["scaling"])  # older files have none
+    kind, image_size = _kind(state["inputs"]), state["image_size"]
+    return CalibratedModel(backbone, kind, task, state["temperature"], image_size, scaling).to(device)
 
 
 def of_run(config: Config, data: Data, backbone: Backbone, temperature: float) -> CalibratedModel:
@@ -180,6 +208,11 @@ _DTYPES = {
 
 def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _plain_scaling(scaling: Scaling) -> dict[str, Any]:
+    """A fitted map as tensors and its name."""
+    return {"map": name_of(scaling), **{name: torch.as_tensor(array) for name, array in scaling.arrays().items()}}
 
 
 def _plain_kind(kind: InputKind) -> dict[str, Any]:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "autodiff": "errors network",
     "losses": "errors options",
     "mixing": "errors",
-    "calibration": "errors names options predictions",
+    "calibration": "errors files names options predictions",
     "margins": "calibration errors modes network pixels predictions",
     "curvature": "autodiff errors losses network",
     # what is trained, and on what
@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "runs": "config errors files jsonio predictions",
     "report": "calibration data errors names network predict predictions runs",
     "export": "data errors files network",
-    "deploy": "config data errors export models modes predictions runs",
+    "deploy": "calibration config data errors export models modes predictions runs",
     "training": "bilevel calibration config curvature data deploy errors gamma jsonio margins mixing models modes "
     "monitors names network objective optim options pixels predict predictions report runs",
     "sklearn": "errors models names training",

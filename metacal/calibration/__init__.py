@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from metacal.calibration.accumulate import CalibrationAccumulator
+from metacal.calibration.beta import BetaScaling
 from metacal.calibration.binning import Bins, reliability_bins
 from metacal.calibration.bootstrap import Comparison, Interval, bootstrap, bootstrap_all, compare
+from metacal.calibration.choice import (
+    SCALINGS,
+    Choice,
+    choose_scaling,
+    cross_fitted,
+    fit_scaling,
+    load_scaling,
+    save_scaling,
+)
+from metacal.calibration.fitted import FitReport, Identity, Scaling
 from metacal.calibration.measure import Measure, Streamed
 from metacal.calibration.measures import (
     MEASURES,
@@ -27,8 +38,8 @@ from metacal.calibration.measures import (
     smooth_ece,
     underconfidence,
 )
+from metacal.calibration.mixture import EnsembleTemperatureScaling
 from metacal.calibration.scaling import (
-    FitReport,
     HistogramBinning,
     IsotonicScaling,
     MatrixScaling,
@@ -36,18 +47,26 @@ from metacal.calibration.scaling import (
     VectorScaling,
     scale_by,
 )
+from metacal.calibration.spline import SplineScaling
 
 __all__ = [
     "MEASURES",
+    "SCALINGS",
+    "BetaScaling",
     "Bins",
     "CalibrationAccumulator",
+    "Choice",
     "Comparison",
+    "EnsembleTemperatureScaling",
     "FitReport",
     "HistogramBinning",
+    "Identity",
     "Interval",
     "IsotonicScaling",
     "MatrixScaling",
     "Measure",
+    "Scaling",
+    "SplineScaling",
     "Streamed",
     "TemperatureScaling",
     "VectorScaling",
@@ -58,17 +77,22 @@ __all__ = [
     "bootstrap",
     "bootstrap_all",
     "brier",
+    "choose_scaling",
     "classwise_ece",
     "compare",
     "confidence",
+    "cross_fitted",
     "debiased_ece",
     "ece",
     "error",
+    "fit_scaling",
     "kce",
+    "load_scaling",
     "mce",
     "nll",
     "overconfidence",
     "reliability_bins",
+    "save_scaling",
     "scale_by",
     "sece",
     "skce",

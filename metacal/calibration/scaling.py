@@ -18,7 +18,7 @@ a constant per row.
 
 A split may be too small for a map. So the last four begin with temperature scaling, itself shrunk (see there), and
 depart from it by as much as the split gives evidence for: parameters have a prior, and the share of a bin or level
-counts the temperature-scaled probability as 50 predictions more. As N grows all that vanishes. `shrink=False` is the
+counts the temperature-scaled probability as 60 predictions more. As N grows all that vanishes. `shrink=False` is the
 textbook's map, without temperature scaling before it and without a prior.
 """
 
@@ -31,7 +31,19 @@ import torch
 from torch import Tensor
 
 from metacal.calibration import binning
-from metacal.calibration.temperature import FitReport, Scaling, TemperatureScaling, logits_of, scale_by
+from metacal.calibration.fitted import FitReport, logits_of
+from metacal.calibration.shrunk import (
+    BIAS_SCALE,
+    LEAST_LOGIT,
+    OFF_DIAGONAL_SCALE,
+    PSEUDO_COUNT,
+    WEIGHT_SCALE,
+    AfterTemperature,
+    log_probabilities,
+    minimise_nll,
+    minus_log_prior,
+)
+from metacal.calibration.temperature import TemperatureScaling, scale_by
 from metacal.errors import require
 from metacal.predictions import Predictions
 
@@ -45,32 +57,8 @@ __all__ = [
     "scale_by",
 ]
 
-# The scales of the priors, which are Student's with 3 degrees of freedom as that of log T: of a weight's departure from
-# the identity (on scores already divided by T), of one off the diagonal times √(K - 1), and of a bias in nats.
-_WEIGHT_SCALE, _OFF_DIAGONAL_SCALE, _BIAS_SCALE = 0.1, 0.05, 0.2
-_PSEUDO_COUNT = 50  # predictions that the temperature-scaled probability counts for, in every bin or level
-_LEAST_LOGIT = -1e4  # below the row's largest, of a class that is ruled out: 0 · inf would spoil the row
 
-
-class _AfterTemperature(Scaling):
-    """A map that starts from temperature scaling, `before`, or from the predictions themselves without `shrink`."""
-
-    def __init__(self, shrink: bool) -> None:
-        self.shrink = shrink
-        self.before = TemperatureScaling()
-
-    def _fit(self, p: Predictions) -> None:
-        self.before = TemperatureScaling()
-        if self.shrink:
-            self.before._fit(p)
-        self._fit_after(p)
-
-    def _fit_after(self, p: Predictions) -> None:
-        """Fit what comes after `before`; `p` is as it was given."""
-        raise NotImplementedError
-
-
-class VectorScaling(_AfterTemperature):
+class VectorScaling(AfterTemperature):
     """softmax(w ∘ z / T + b), w and b (K,), by the NLL plus `penalty` (mean (w - 1)² + mean b²). Guo et al.
     2017.
 
@@ -85,6 +73,8 @@ class VectorScaling(_AfterTemperature):
         before: the temperature scaling.
         weight, bias: w and b, float64 (K,); `report`: see `FitReport`.
     """
+
+    saved = ("shrink", "before", "weight", "bias")
 
     def __init__(self, penalty: float = 1e-4, shrink: bool = True) -> None:
         require(penalty >= 0, f"penalty must be >= 0, got {penalty}")
@@ -104,11 +94,11 @@ class VectorScaling(_AfterTemperature):
             change = parameters - start
             total = self.penalty * change.square().sum() / p.n_classes
             if self.shrink:
-                prior = _minus_log_prior(change[0] / _WEIGHT_SCALE) + _minus_log_prior(change[1] / _BIAS_SCALE)
+                prior = minus_log_prior(change[0] / WEIGHT_SCALE) + minus_log_prior(change[1] / BIAS_SCALE)
                 total = total + prior.sum() / len(p)
             return total
 
-        self.weight, self.bias = _minimise_nll(scores, penalty, start, p.labels)
+        self.weight, self.bias = minimise_nll(scores, penalty, start, p.labels)
 
     def _map(self, p: Predictions) -> Predictions:
         assert self.weight is not None and self.bias is not None
@@ -121,10 +111,10 @@ class VectorScaling(_AfterTemperature):
         Not `scale_by`, which shifts rows: w ∘ z depends on what is added to a row.
         """
         z = logits_of(p).double().clamp(-1e30, 1e30) / self.before.temperature
-        return torch.where(logits_of(p) == -torch.inf, z.amax(1, keepdim=True) + _LEAST_LOGIT, z)
+        return torch.where(logits_of(p) == -torch.inf, z.amax(1, keepdim=True) + LEAST_LOGIT, z)
 
 
-class MatrixScaling(_AfterTemperature):
+class MatrixScaling(AfterTemperature):
     """Dirichlet calibration softmax(W log p + b), p after temperature scaling, W (K, K), b (K,), regularised off the
     diagonal and on the intercept.
 
@@ -143,6 +133,8 @@ class MatrixScaling(_AfterTemperature):
         weight, bias: W and b, float64; `report`: see `FitReport`.
     """
 
+    saved = ("shrink", "before", "weight", "bias")
+
     def __init__(self, off_diagonal: float = 1e-2, intercept: float = 1e-2, shrink: bool = True) -> None:
         for name, value in (("off_diagonal", off_diagonal), ("intercept", intercept)):
             require(value >= 0, f"{name} must be >= 0, got {value}")
@@ -153,12 +145,12 @@ class MatrixScaling(_AfterTemperature):
 
     def _fit_after(self, p: Predictions) -> None:
         k = p.n_classes
-        log_p = _log_probabilities(self.before._map(p))
+        log_p = log_probabilities(self.before._map(p))
         eye = torch.eye(k, dtype=torch.float64, device=p.device)
         start = torch.cat([eye, eye.new_zeros(1, k)])
-        scale = torch.full_like(start, _OFF_DIAGONAL_SCALE / (k - 1) ** 0.5)
-        scale[:k].fill_diagonal_(_WEIGHT_SCALE)
-        scale[k] = _BIAS_SCALE
+        scale = torch.full_like(start, OFF_DIAGONAL_SCALE / (k - 1) ** 0.5)
+        scale[:k].fill_diagonal_(WEIGHT_SCALE)
+        scale[k] = BIAS_SCALE
 
         def scores(parameters: Tensor) -> Tensor:
             return log_p @ parameters[:k].t() + parameters[k]
@@ -167,25 +159,25 @@ class MatrixScaling(_AfterTemperature):
             off = (parameters[:k] * (1 - eye)).square().sum() / (k * (k - 1))
             total = self.off_diagonal * off + self.intercept * parameters[k].square().sum() / k
             if self.shrink:
-                total = total + _minus_log_prior((parameters - start) / scale).sum() / len(p)
+                total = total + minus_log_prior((parameters - start) / scale).sum() / len(p)
             return total
 
-        fitted = _minimise_nll(scores, penalty, start, p.labels)
+        fitted = minimise_nll(scores, penalty, start, p.labels)
         self.weight, self.bias = fitted[:k], fitted[k]
 
     def _map(self, p: Predictions) -> Predictions:
         assert self.weight is not None and self.bias is not None
-        log_p = _log_probabilities(self.before._map(p))
+        log_p = log_probabilities(self.before._map(p))
         scores = log_p @ self.weight.to(log_p.device).t() + self.bias.to(log_p.device)
         return Predictions.from_logits(scores, p.labels)
 
 
-class HistogramBinning(_AfterTemperature):
+class HistogramBinning(AfterTemperature):
     """One versus rest: p_k is replaced by class k's share among the fit's samples in the same bin of p_k;
     rows normalised.
 
     Zadrozny & Elkan 2001. Equal-width bins of temperature-scaled probabilities. Of a bin with n samples of the fit,
-    h of them of the class, the share is (h + 50 p_k) / (n + 50), so that a bin without samples leaves p_k as it is,
+    h of them of the class, the share is (h + 60 p_k) / (n + 60), so that a bin without samples leaves p_k as it is,
     and no share is 0 that p_k is not. A row of which nothing is left keeps its probabilities.
 
     Args:
@@ -198,6 +190,8 @@ class HistogramBinning(_AfterTemperature):
         shares: h / n, float64 (M, K), NaN where the fit had no sample; `counts`: n, float64 (M, K).
         report: see `FitReport`.
     """
+
+    saved = ("shrink", "before", "n_bins", "shares", "counts")
 
     def __init__(self, n_bins: int = 15, shrink: bool = True) -> None:
         binning.check_bins(n_bins)
@@ -230,12 +224,12 @@ class HistogramBinning(_AfterTemperature):
         return _one_versus_rest(self.before._map(p), mapped)
 
 
-class IsotonicScaling(_AfterTemperature):
+class IsotonicScaling(AfterTemperature):
     """One versus rest: an increasing step function of p_k per class, by scikit-learn's IsotonicRegression;
     rows normalised.
 
     Zadrozny & Elkan 2002. With L distinct levels of the step function f fitted to N temperature-scaled predictions,
-    n = N / L to a level on average, p_k becomes (n f(p_k) + 50 p_k) / (n + 50), which increases as f does. A row of
+    n = N / L to a level on average, p_k becomes (n f(p_k) + 60 p_k) / (n + 60), which increases as f does. A row of
     which nothing is left keeps its probabilities.
 
     Args:
@@ -243,12 +237,17 @@ class IsotonicScaling(_AfterTemperature):
 
     Attributes:
         before: the temperature scaling.
-        functions: the K fitted regressions; `counts`: n of each, float64 (K,); `report`: see `FitReport`.
+        knots: the ends of all steps, p and f(p), float64 (2, S), those of class 0 first; f is linear between them.
+        sizes: how many of them are of each class, int64 (K,).
+        counts: n of each, float64 (K,); `report`: see `FitReport`.
     """
+
+    saved = ("shrink", "before", "knots", "sizes", "counts")
 
     def __init__(self, shrink: bool = True) -> None:
         super().__init__(shrink)
-        self.functions: list[Callable[[np.ndarray], np.ndarray]] = []
+        self.knots: Tensor | None = None
+        self.sizes: Tensor | None = None
         self.counts: Tensor | None = None
 
     def _fit_after(self, p: Predictions) -> None:
@@ -256,21 +255,24 @@ class IsotonicScaling(_AfterTemperature):
 
         p = self.before._map(p)
         probs, labels = p.probs.double().cpu().numpy(), p.labels.cpu().numpy()
-        self.functions, counts = [], []
+        knots, counts = [], []
         for k in range(p.n_classes):
             regression = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip")
             levels = regression.fit_transform(probs[:, k], (labels == k).astype(np.float64))
-            self.functions.append(regression.predict)
+            knots.append(np.stack([regression.X_thresholds_, regression.y_thresholds_]))
             counts.append(len(p) / len(np.unique(levels)))
+        self.knots = torch.from_numpy(np.concatenate(knots, 1))
+        self.sizes = torch.tensor([of_class.shape[1] for of_class in knots])
         self.counts = torch.tensor(counts, dtype=torch.float64)
 
     def _map(self, p: Predictions) -> Predictions:
-        assert self.counts is not None
+        assert self.counts is not None and self.knots is not None and self.sizes is not None
         counts = self.counts.to(p.device)
+        functions = [of_class.numpy() for of_class in self.knots.cpu().split(self.sizes.tolist(), 1)]
 
         def mapped(probs: Tensor) -> Tensor:
             columns = probs.cpu().numpy().T
-            steps = np.stack([f(column) for f, column in zip(self.functions, columns, strict=True)], 1)
+            steps = np.stack([np.interp(column, x, y) for (x, y), column in zip(functions, columns, strict=True)], 1)
             share = torch.from_numpy(steps).to(probs.device)
             return _towards(probs, share, counts) if self.shrink else share
 
@@ -278,19 +280,8 @@ class IsotonicScaling(_AfterTemperature):
 
 
 def _towards(probs: Tensor, share: Tensor, count: Tensor) -> Tensor:
-    """A share of `count` predictions and the probability, as a share of 50 more, together."""
-    return (count * share + _PSEUDO_COUNT * probs) / (count + _PSEUDO_COUNT)
-
-
-def _minus_log_prior(x: Tensor) -> Tensor:
-    """Of Student's t with 3 degrees of freedom, 0 at 0."""
-    return 2 * torch.log1p(x.square() / 3)
-
-
-def _log_probabilities(p: Predictions) -> Tensor:
-    """log p in float64, at least -10^4."""
-    z = logits_of(p).double()
-    return torch.log_softmax(z - z.amax(1, keepdim=True), 1).clamp(min=_LEAST_LOGIT)
+    """A share of `count` predictions and the probability, as a share of 60 more, together."""
+    return (count * share + PSEUDO_COUNT * probs) / (count + PSEUDO_COUNT)
 
 
 def _one_versus_rest(p: Predictions, mapped: Callable[[Tensor], Tensor]) -> Predictions:
@@ -301,35 +292,3 @@ def _one_versus_rest(p: Predictions, mapped: Callable[[Tensor], Tensor]) -> Pred
         total = new.sum(1, keepdim=True)
         out[rows] = torch.where(total > 0, new / total, probs)
     return Predictions.from_probabilities(out, p.labels)
-
-
-def _minimise_nll(
-    scores: Callable[[Tensor], Tensor],
-    penalty: Callable[[Tensor], Tensor],
-    start: Tensor,
-    labels: Tensor,
-) -> Tensor:
-    """argmin of mean NLL + penalty over the parameters, by L-BFGS; `start` unless the NLL falls."""
-    parameters = start.clone().requires_grad_(True)
-    optimizer = torch.optim.LBFGS(
-        [parameters],
-        max_iter=200,
-        tolerance_grad=1e-9,
-        tolerance_change=1e-12,
-        history_size=20,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(scores(parameters), labels) + penalty(parameters)
-        loss.backward()
-        return loss.item()
-
-    with torch.enable_grad():
-        optimizer.step(closure)
-    fitted = parameters.detach()
-    with torch.no_grad():
-        after = float(torch.nn.functional.cross_entropy(scores(fitted), labels))
-        before = float(torch.nn.functional.cross_entropy(scores(start), labels))
-    return fitted if after < before else start

@@ -1,4 +1,4 @@
-"""Temperature scaling, and what every post-hoc map shares: a fit that says what it rests on.
+"""Temperature scaling, shrunk.
 
     T = argmin  N · NLL(T) + 2 log(1 + (log T)² / (3 · 0.2²))
 
@@ -10,90 +10,23 @@ into a loss of tens of nats. `scripts/small_splits.py` measures both.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metacal.calibration.arguments import require_predictions
-from metacal.calibration.measures import ece, nll
+from metacal.calibration.fitted import Scaling, logits_of
 from metacal.errors import require
 from metacal.predictions import Predictions
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["FitReport", "Scaling", "TemperatureScaling", "logits_of", "scale_by"]
+__all__ = ["PRIOR_SCALE", "TemperatureScaling", "scale_by"]
 
 PRIOR_SCALE = 0.2
 """Of log T under the prior, Student's t with 3 degrees of freedom."""
 
-FEW_ERRORS = 10
-"""With fewer wrong predictions in its split a fit warns."""
-
-_TINY = 1e-30  # a probability of exactly 0 gets the logit -69
 _MOST = math.log(100.0)  # of |log T|
 _NODES = 13  # values of log T between 0 and its bound, among which the minimum is first looked for
 _HALF_CHI_SQUARE = 1.9207  # half the 95 % quantile of χ² with one degree of freedom
-
-
-class FitReport(NamedTuple):
-    """What a fit did on its own split: N, NLL (nats) and ECE (15 bins) before and after.
-
-    `wrong` is the number of wrong predictions among the N, before the map.
-    """
-
-    n: int
-    nll_before: float
-    nll_after: float
-    ece_before: float
-    ece_after: float
-    wrong: int
-
-    @property
-    def caution(self) -> str:
-        """A sentence on a fit that rests on few errors; empty where they are enough."""
-        if self.wrong >= FEW_ERRORS:
-            return ""
-        count = f"{self.wrong or 'no'} wrong prediction{'' if self.wrong == 1 else 's'} among {self.n}"
-        return f"the scaling rests on {count}: what it does to new data is uncertain, and a larger split would tell"
-
-
-class Scaling:
-    """A map of predictions fitted on a held-out split: `fit(p)`, then `apply(q)`. What the five maps share."""
-
-    report: FitReport | None = None
-    _n_classes: int | None = None
-
-    def fit(self, p: Predictions) -> Self:
-        """Fit on `p`; returns self. Refitting starts afresh. Warns where `p` holds fewer than 10 wrong predictions."""
-        require_predictions("p", p)
-        self._n_classes = p.n_classes
-        self._fit(p)
-        after = self._map(p)
-        wrong = len(p) - int(p.correct.sum())
-        self.report = FitReport(len(p), nll(p), nll(after), ece(p), ece(after), wrong)
-        if self.report.caution:
-            warnings.warn(f"{type(self).__name__}: {self.report.caution}", stacklevel=2)
-        return self
-
-    def apply(self, p: Predictions) -> Predictions:
-        """The predictions with mapped scores, same labels. Raises InputError before `fit` or for another K."""
-        require_predictions("p", p)
-        name = type(self).__name__
-        require(self._n_classes is not None, f"{name} must be fitted before it is applied")
-        require(
-            p.n_classes == self._n_classes, f"p must have the {self._n_classes} classes of the fit, got {p.n_classes}"
-        )
-        return self._map(p)
-
-    def _fit(self, p: Predictions) -> None:
-        raise NotImplementedError
-
-    def _map(self, p: Predictions) -> Predictions:
-        raise NotImplementedError
 
 
 class TemperatureScaling(Scaling):
@@ -118,6 +51,8 @@ class TemperatureScaling(Scaling):
         interval: (low, high) of T, where the minimised sum is 1.92 above its least value: 95 % for large N.
         report: see `FitReport`.
     """
+
+    saved = ("shrink", "temperature", "interval")
 
     def __init__(self, shrink: bool = True) -> None:
         self.shrink = shrink
@@ -148,15 +83,10 @@ class TemperatureScaling(Scaling):
     def _map(self, p: Predictions) -> Predictions:
         return scale_by(p, self.temperature)
 
-    def describe(self) -> str:
-        """In words: T, its interval, what it was fitted on, and the caution if that is little. After a fit."""
-        assert self.report is not None
+    def formula(self) -> str:
         low, high = self.interval
         text = f"T = {self.temperature:.3f} [{low:.2f}, {high:.2f}]: logits divided by T, which was fitted to the NLL"
-        text += f" of {self.report.n:,} validation predictions, {self.report.wrong:,} of them wrong"
-        text += ", and drawn towards 1 as far as these leave it open." if self.shrink else "."
-        caution = self.report.caution
-        return text + (f" {caution[0].upper()}{caution[1:]}." if caution else "")
+        return text + (", and drawn towards 1 as far as the split leaves it open" if self.shrink else "")
 
 
 def scale_by(p: Predictions, temperature: float) -> Predictions:
@@ -170,11 +100,6 @@ def scale_by(p: Predictions, temperature: float) -> Predictions:
         return p
     z = logits_of(p)
     return Predictions.from_logits((z - z.amax(1, keepdim=True)) / temperature, p.labels)
-
-
-def logits_of(p: Predictions) -> Tensor:
-    """Logits as given, or log p of predictions made from probabilities; (N, K)."""
-    return p.probs.clamp(min=_TINY).log() if p.logits is None else p.logits
 
 
 def _from_log(log_temperature: float) -> float:

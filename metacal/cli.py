@@ -14,7 +14,7 @@ from metacal.errors import InputError, RunError, did_you_mean, missing_package, 
 
 __all__ = ["main"]
 
-COMMANDS = ("train", "evaluate", "predict", "export", "compare", "sweep", "study", "curvature")
+COMMANDS = ("train", "evaluate", "predict", "export", "calibrate", "compare", "sweep", "study", "curvature")
 TRAINING = ("train", "sweep", "study")
 
 USAGE = """metacal: train calibrated classifiers and measure how true their confidence is.
@@ -27,6 +27,7 @@ commands:
   evaluate RUN ... --ensemble | RUN --shift  the mean of several runs' probabilities; a run on corrupted images
   predict RUN IMAGES/|FILE.npz --out FILE  calibrated probabilities of new inputs, as .npz or .csv
   export RUN --format F --out FILE         the calibrated network for other programs: torch-export, onnx, state_dict
+  calibrate VAL.npz [TEST.npz]             fit a post-hoc map on saved predictions, and what it does to others
   compare RUNS ...                         one table of runs over seeds: what differs, and whether it is significant
   sweep key=a,b,c ... [jobs=N]             a grid of runs on this machine, several at a time
   study NAME [variant=...] [key=value ...] run what a study's grid misses and write its report

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
-from metacal.errors import InputError, require
+from metacal.errors import InputError, require, require_choice
 
-__all__ = ["Parser", "check_out", "take_config_file", "take_count"]
+__all__ = ["Parser", "check_out", "take_config_file", "take_count", "take_scaling"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,3 +54,11 @@ def check_out(path: str, *suffixes: str) -> Path:
     require(out.parent.is_dir(), f"--out {out}: the folder {out.parent} does not exist")
     require(os.access(out.parent, os.W_OK), f"--out {out}: the folder {out.parent} cannot be written")
     return out
+
+
+def take_scaling(word: str, option: str = "--scaling") -> str:
+    """The name of a post-hoc map, or "auto". Raises InputError for another."""
+    from metacal.calibration.choice import AUTO, SCALINGS
+
+    require_choice(option, word, [AUTO, *SCALINGS])
+    return word

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from metacal.calibration import MEASURES, Interval, bootstrap_all
+from metacal.calibration.choice import AUTO, SCALINGS, fit_scaling, name_of
+from metacal.calibration.fitted import Scaling
 from metacal.calibration.measures import values_of
-from metacal.calibration.scaling import TemperatureScaling
+from metacal.calibration.temperature import TemperatureScaling
 from metacal.data.wrap import for_model
-from metacal.errors import require
+from metacal.errors import require, require_choice
 from metacal.names import MeasureName
 from metacal.predict import Data, predict
 from metacal.predictions import Predictions
@@ -32,12 +34,13 @@ __all__ = ["Report", "evaluate", "predict"]
 
 
 class Report:
-    """All measures of one set of predictions with bootstrap intervals, before and after temperature scaling.
+    """All measures of one set of predictions with bootstrap intervals, before and after post-hoc scaling.
 
-    With `val`, predictions on validation data, a temperature is fitted on these (by NLL) and every measure is also
-    given after scaling by it. Values are fractions (nll: nats).
+    With `val`, predictions on validation data, a temperature or another map is fitted on these (by NLL) and every
+    measure is also given after scaling by it. Values are fractions (nll: nats).
 
     Args:
+        scaling: the map: a name in `metacal.calibration.SCALINGS`, or auto for the choice among them.
         measures: names in `metacal.calibration.MEASURES`; None: all of them.
         n_bins: of the binned measures and of the diagram.
         resamples: of the percentile bootstrap; 0: no intervals (NaN).
@@ -48,9 +51,9 @@ class Report:
     Attributes:
         predictions: what was measured.
         values: measure -> Interval(low, value, high).
-        scaled: the same after temperature scaling; None without `val`.
-        scaling: the temperature scaling that was fitted, with T's interval and what it rests on; None without `val`.
-        temperature: its T; None without `val`.
+        scaled: the same after scaling; None without `val`.
+        scaling: the map that was fitted, with what it rests on; None without `val`.
+        temperature: T of temperature scaling; None without `val` and for another map.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Report:
         predictions: Predictions,
         val: Predictions | None = None,
         *,
+        scaling: str = "temperature",
         measures: Sequence[MeasureName] | None = None,
         n_bins: int = 15,
         resamples: int = 1000,
@@ -70,6 +74,7 @@ class Report:
             require(name in MEASURES, f"measures must be among {', '.join(MEASURES)}, got {name!r}")
         require(isinstance(resamples, int) and resamples >= 0, f"resamples must be an integer >= 0, got {resamples}")
         require(0 < level < 1, f"level must lie in (0, 1), got {level}")
+        require_choice("scaling", scaling, [AUTO, *SCALINGS])
         k = predictions.n_classes
         require(
             val is None or val.n_classes == k,
@@ -87,18 +92,19 @@ class Report:
         self.n_bins, self.level, self.split = n_bins, level, split
         self.values = measured(predictions)
         self.scaled: dict[str, Interval] | None = None
-        self.scaling: TemperatureScaling | None = None
+        self.scaling: Scaling | None = None
         if val is not None:
-            self.scaling = TemperatureScaling().fit(val)
+            self.scaling = fit_scaling(val, scaling, seed)
             self.scaled = measured(self.scaling.apply(predictions))
 
     @property
     def temperature(self) -> float | None:
-        return None if self.scaling is None else self.scaling.temperature
+        return self.scaling.temperature if isinstance(self.scaling, TemperatureScaling) else None
 
     def to_dict(self) -> dict[str, float]:
         """Flat: `ece`, `ece_low`, `ece_high`, `ece_scaled`, `ece_scaled_low`, …, `n`, and with `val` `temperature`,
-        `temperature_low`, `temperature_high`, `temperature_n` (of the fit) and `temperature_wrong` of these. Fractions.
+        `temperature_low`, `temperature_high`, `temperature_n` (of the fit) and `temperature_wrong` of these; of another
+        map `scaling_n` and `scaling_wrong`. Fractions.
         """
         out: dict[str, float] = {"n": len(self.predictions)}
         for suffix, values in (("", self.values), ("_scaled", self.scaled or {})):
@@ -108,9 +114,11 @@ class Report:
                     out[f"{name}{suffix}_low"] = interval.low
                     out[f"{name}{suffix}_high"] = interval.high
         if self.scaling is not None and self.scaling.report is not None:
-            fit, (low, high) = self.scaling.report, self.scaling.interval
-            out |= {"temperature": self.scaling.temperature, "temperature_low": low, "temperature_high": high}
-            out |= {"temperature_n": fit.n, "temperature_wrong": fit.wrong}
+            fit, what = self.scaling.report, "scaling"
+            if isinstance(self.scaling, TemperatureScaling):
+                what, (low, high) = "temperature", self.scaling.interval
+                out |= {"temperature": self.scaling.temperature, "temperature_low": low, "temperature_high": high}
+            out |= {f"{what}_n": fit.n, f"{what}_wrong": fit.wrong}
         return out
 
     def table(self) -> Table:
@@ -120,7 +128,9 @@ class Report:
         columns = [Column("value", self.split)]
         columns += [Column("interval", range_title)] if intervals else []
         if self.scaled is not None:
-            columns.append(Column("scaled", f"{self.split}, T = {self.temperature:.3f}"))
+            t = self.temperature
+            how = f"T = {t:.3f}" if t is not None else name_of(self.scaling) if self.scaling is not None else ""
+            columns.append(Column("scaled", f"{self.split}, {how}"))
             columns += [Column("scaled_interval", range_title)] if intervals else []
         rows: list[tuple[str, list[Cell]]] = []
         for name in self.values:

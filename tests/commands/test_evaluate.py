@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from metacal.calibration import TemperatureScaling, ece, nll
+from metacal.calibration import TemperatureScaling, VectorScaling, choose_scaling, ece, load_scaling, nll
+from metacal.calibration.conformal import ConformalSets
 from metacal.cli import main
 from metacal.errors import InputError
 from metacal.predict import predict
@@ -231,3 +232,77 @@ def test_shift_needs_one_run_with_pixels(runs, other_data, capsys):
     error = refused(capsys, other_data, "--shift")
     assert f"data=npz of {other_data} holds float features of shape (20,), which have no pixels" in error
     assert not (other_data / "shift.json").exists()
+
+
+# ------------------------------------------------------------------------------------------------ more tables
+
+
+def test_another_map_sets_other_data_and_groups(runs, tmp_path, capsys):
+    run = runs[0]
+    val, test = saved(run, "val"), saved(run, "test")
+    other = tmp_path / "other.npz"
+    rng = np.random.default_rng(0)
+    np.savez(other, x=rng.integers(0, 17, size=(70, 1, 8, 8), dtype=np.uint8))
+    groups = np.array(["a", "b", "b"])[np.arange(len(test)) % 3]
+    np.save(tmp_path / "side.npy", groups)
+    words = ["--resamples", "0", "--conformal", "0.1", "--ood", other, "--by", tmp_path / "side.npy"]
+    result = evaluate(capsys, run, "--scaling", "vector", *words)
+    assert result["nll_scaled"] == pytest.approx(nll(VectorScaling().fit(val).apply(test)), rel=1e-6)
+    assert result["scaling_n"] == len(val) and "temperature" not in result
+    sets = ConformalSets("aps", 0.1).fit(val).measure(test)
+    assert result["conformal"]["aps"]["coverage"] == pytest.approx(sets.coverage, abs=1e-3)
+    assert result["ood"]["n"] == 70 and set(result["ood"]) == {"data", "n", "max_probability", "energy", "entropy"}
+    a = test[torch.from_numpy(groups == "a")]
+    assert result["by"]["a"]["n"] == len(a)
+    assert result["by"]["a"]["accuracy"] == pytest.approx(float(a.correct.double().mean()))
+    assert result["by"]["a"]["ece"] == pytest.approx(ece(a), abs=1e-6)
+    # The same from the files of predictions, but for the other data, whose model they lack.
+    files = [run / "predictions" / "test.npz", "--val", run / "predictions" / "val.npz"]
+    again = evaluate(capsys, *files, "--scaling", "vector", "--resamples", "0", "--conformal", "0.1", "--by", "class")
+    assert again["nll_scaled"] == pytest.approx(result["nll_scaled"], rel=1e-6)
+    assert sum(of["n"] for of in again["by"].values()) == len(test) and list(again["by"]) == [str(k) for k in range(10)]
+    assert main(["evaluate", str(run), *map(str, words), "--by", "class"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("THR", "Coverage %", "AUROC %", "By class", "Out of distribution"):
+        assert text in printed
+    for more, message in (
+        ([files[0], "--conformal", "0.1"], "--conformal of a file needs --val FILE.npz"),
+        ([files[0], "--ood", "fashion_mnist"], "needs a run, whose model it is given"),
+        ([files[0], "--ood", other], "holds inputs x, which need a run"),
+        ([run, "--ood", "cifar"], "--ood must be a file *.npz or one of digits, cifar10"),
+        ([run, "--scaling", "temprature"], "did you mean 'temperature'"),
+        ([run, "--conformal", "1"], "--conformal must lie in (0, 1), got 1.0"),
+        ([run, "--by", "nothing.npy"], "nothing.npy does not exist"),
+        ([run, "--by", other], "must hold one array"),
+        ([run, runs[1], "--ensemble", "--conformal", "0.1"], "--conformal does not go with --ensemble"),
+        ([run, "--val", files[0]], "--val goes with one FILE"),
+    ):
+        assert message in refused(capsys, *more)
+
+
+def test_calibrate_prints_before_and_after_and_writes_both(runs, tmp_path, capsys):
+    files = [runs[0] / "predictions" / f"{split}.npz" for split in ("val", "test")]
+    val, test = map(Predictions.load, files)
+    out = tmp_path / "calibrated.npz"
+    assert main(["calibrate", *map(str, files), "--method", "temperature", "--out", str(out), "--resamples", "20"]) == 0
+    printed = capsys.readouterr().out
+    scaling = TemperatureScaling().fit(val)
+    assert f"T = {scaling.temperature:.3f}" in printed and "test, before" in printed and "calibrated.map.npz" in printed
+    assert torch.equal(Predictions.load(out).probs, scaling.apply(test).probs)
+    kept = load_scaling(tmp_path / "calibrated.map.npz")
+    assert torch.equal(kept.apply(test).probs, scaling.apply(test).probs)
+    assert main(["calibrate", str(files[0]), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    choice = choose_scaling(val)
+    assert result["method"] == choice.name and result["cross_validated"]
+    assert result["after"]["nll"] == pytest.approx(choice.nll[choice.name])
+    assert result["choice"]["vector"]["nll"] == pytest.approx(choice.nll["vector"])
+    for words, message in (
+        ([tmp_path / "no.npz"], "no.npz does not exist"),
+        ([files[0], "--method", "platt"], "--method must be one of auto, none, temperature"),
+        ([files[0], "--out", "x.json"], "--out must end in .npz, got 'x.json'"),
+        ([files[0], "--out", files[0]], "would overwrite"),
+    ):
+        assert main(["calibrate", *map(str, words)]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1

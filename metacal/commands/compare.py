@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         "of every measure, before and after temperature scaling; bold are the best and all that do not differ from it "
         "significantly (paired over seeds and test samples). Values come from each run's saved predictions.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUNS", help="run folders, folders that hold such, or globs")
+    parser.add_argument("runs", nargs="+", metavar="RUNS", help="run folders, folders that hold such, globs, "
+                        "or files of predictions, TEST.npz or TEST.npz:VAL.npz")  # fmt: skip
     parser.add_argument("--baseline", action="append", default=[], metavar="KEY=VALUE", help="also give differences "
                         "from this group, such as method=cross_entropy; repeat it until one group fits")  # fmt: skip
     parser.add_argument("--sort", metavar="COLUMN", help="a measure, minutes or step_cost: the best first")
@@ -93,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", choices=("test", "val"), default="test", help="default: test")
     parser.add_argument("--epoch", choices=("selected", "last"), default="selected", help="whose predictions: the one "
                         "that each run selected by val, or its last (default: selected)")  # fmt: skip
-    parser.add_argument("--scaling", choices=("none", "temperature", "both"), default="both", help="default: both")
+    parser.add_argument("--scaling", default="both", metavar="METHOD,...", help="none, temperature (the run's own), "
+                        "or another map, fitted here on its val predictions (`metacal calibrate --help` lists them); "
+                        "default: both, which is none,temperature")  # fmt: skip
     parser.add_argument("--n-bins", type=int, default=15, metavar="M", help="bins of the binned measures (default: 15)")
     parser.add_argument("--resamples", type=int, default=128, metavar="B", help="behind the tests (default: 128)")
     parser.add_argument("--alpha", type=float, default=0.05, metavar="A", help="level of the tests (default: 0.05)")

@@ -14,8 +14,8 @@ __all__ = ["fitted_val", "test_note", "unequal_conditions", "unequal_data", "une
 _NAMED = 3  # groups that are named with a value, before "and 9 more"
 
 
-def test_note(groups: Sequence[Group], alpha: float, resamples: int, moderated: bool, scaled: bool) -> str:
-    """The test behind the marks, in full."""
+def test_note(groups: Sequence[Group], alpha: float, resamples: int, moderated: bool, fitted: str) -> str:
+    """The test behind the marks, in full; `fitted`: what each run has that was fitted on val, if anything."""
     m = len(groups) - 1
     comparisons = f"{m} comparison{'s' * (m > 1)}"
     text = (
@@ -43,7 +43,7 @@ def test_note(groups: Sequence[Group], alpha: float, resamples: int, moderated: 
         text += f" {who} {have} one run: comparisons with it speak of these runs only, not of what another seed gives."
     own_splits = all(run.config.get("data.split_seed", 0) is None for g in groups for run in g.runs)
     text += " It takes as given " + ("the test images' source" if own_splits else "the one split of the images")
-    return text + (" and each run's one fitted temperature." if scaled else ".")
+    return text + (f" and each run's one fitted {fitted}." if fitted else ".")
 
 
 def unequal_conditions(groups: Sequence[Group]) -> list[str]:

@@ -35,7 +35,7 @@ class RunComparison:
 
     Attributes:
         groups: in the order of the tables' rows without scaling.
-        scalings: "none", "temperature" or both.
+        scalings: "none", and names of post-hoc maps.
         results: scaling -> measure -> one `Sampled` for each group.
         best: scaling -> measure -> the index of the group with the best mean; None where a measure has no best.
         against_best: scaling -> measure -> each group minus the best one; None for the best itself.
@@ -225,6 +225,8 @@ class RunComparison:
         notes += budgets({g.short: [run.summary for run in g.runs] for g in self.groups})
         if "temperature" in self.scalings:
             notes.append("Scaling: one temperature for each run, which it fitted on its val split by NLL.")
+        if maps := [s for s in self.scalings if s not in ("none", "temperature")]:
+            notes.append(f"Scaling by {', '.join(maps)}: fitted here for each run on its val predictions, by NLL.")
         if len(self.groups) > 1:
             notes.append(self.test_note())
             if any(self.is_untested(s, m, i) for s in self.scalings for m in self.measures for i in self.order[s]):
@@ -240,17 +242,24 @@ class RunComparison:
 
     def test_note(self) -> str:
         """The test behind the bold numbers, in full."""
-        scaled = "temperature" in self.scalings
-        return caveats.test_note(self.groups, self.alpha, self.resamples, self.moderated, scaled)
+        maps = [s for s in self.scalings if s != "none"]
+        fitted = "scaling" if set(maps) - {"temperature"} else "".join(maps)
+        return caveats.test_note(self.groups, self.alpha, self.resamples, self.moderated, fitted)
 
     def warnings(self) -> list[str]:
         """What makes the groups less comparable than the table suggests."""
+        groups = [g for g in self.groups if not g.runs[0].is_file]
+        files = [g.label for g in self.groups if g.runs[0].is_file]
+        about_runs = (
+            caveats.unequal_conditions,
+            caveats.unequal_data,
+            caveats.unequal_times,
+            caveats.unread_lines,
+        )
         return [
-            *caveats.unequal_conditions(self.groups),
-            *caveats.unequal_data(self.groups),
-            *(caveats.fitted_val(self.groups) if self.split == "val" else []),
-            *caveats.unequal_times(self.groups),
-            *caveats.unread_lines(self.groups),
+            *(line for caveat in about_runs if groups for line in caveat(groups)),
+            *(caveats.fitted_val(groups) if groups and self.split == "val" else []),
+            *([f"Files of predictions, of whose making nothing is known: {', '.join(files)}."] if files else []),
             *(f"Left out: {path}: {reason}." for path, reason in self.left_out),
         ]
 

@@ -102,7 +102,7 @@ def figures_of(result: RunComparison) -> list[tuple[str, str, Figure]]:
     scaling = result.scalings[0]
     order = result.order[scaling]
     groups = [result.groups[i] for i in order]
-    titles = {"none": "without scaling", "temperature": "after temperature scaling"}
+    titles = {s: f"after {s} scaling" for s in result.scalings} | {"none": "without scaling"}
     predictions = {
         s: {g.short: [load_predictions(run, result.split, s) for run in g.runs] for g in groups}
         for s in result.scalings

@@ -9,6 +9,7 @@ result.to_dict()                          # all of it, with every run, for machi
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from metacal.calibration import MEASURES, scale_by
+from metacal.calibration import MEASURES, SCALINGS, fit_scaling, scale_by
+from metacal.calibration.choice import AUTO
 from metacal.errors import InputError, require, require_choice
 from metacal.predictions import Predictions
 from metacal.report.comparison import Judged, RunComparison
@@ -62,7 +64,9 @@ def judge_groups(
         groups: from `group_runs`.
         split: "test" or "val". Val has no scaled values: the temperature was fitted there.
         measures: names in `metacal.calibration.MEASURES`; None: those that are `compared`.
-        scaling: "none", "temperature" or "both".
+        scaling: "none", "temperature" (the one that the run fitted on val), or another map of
+            `metacal.calibration.SCALINGS` or "auto", fitted here on each run's val predictions; several with commas
+            between them; "both": none,temperature.
         baseline: `KEY=VALUE` words that pick one group, e.g. ["method=focal", "gamma.value=3"].
         sort: a measure, "minutes" or "step_cost": rows from the best to the worst.
         n_bins: of the binned measures.
@@ -102,18 +106,30 @@ def judge_groups(
 
 
 def _scalings(groups: Sequence[Group], split: str, scaling: str) -> list[str]:
-    """Those to measure; without temperature where that is not asked for by name and no run has one."""
+    """Those to measure; without temperature where that is not asked for by name and no run, or some file, has one."""
+    runs = [run for g in groups for run in g.runs]
     if scaling != "both":
-        return [scaling]
-    no_temperature = all(math.isnan(run.temperature) for g in groups for run in g.runs)
-    return ["none"] if split == "val" or no_temperature else ["none", "temperature"]
+        names = scaling.split(",")
+        missing = [str(run.path) for run in runs if run.is_file and run.val_file is None]
+        require(names == ["none"] or not missing, f"scaling={scaling} needs the val predictions of {missing[:1]}: give "
+                "TEST.npz:VAL.npz, or scaling=none")  # fmt: skip
+        return names
+    no_temperature = all(math.isnan(run.temperature) and run.val_file is None for run in runs)
+    some_file = any(run.is_file and run.val_file is None for run in runs)
+    return ["none"] if split == "val" or no_temperature or some_file else ["none", "temperature"]
 
 
 def _check_arguments(
     split: str, measures: Sequence[str], scaling: str, sort: str | None, n_bins: int, resamples: int, alpha: float
 ) -> None:
     require_choice("split", split, ("test", "val"))
-    require_choice("scaling", scaling, ("none", "temperature", "both"))
+    if scaling != "both":
+        for name in scaling.split(","):
+            require_choice("scaling", name, ("both", AUTO, *SCALINGS))
+        require(
+            "both" not in scaling.split(",") and len(set(scaling.split(","))) == len(scaling.split(",")),
+            f"scaling must be both, or distinct maps with commas between them, got {scaling}",
+        )
     require(len(measures) > 0, "measures must name at least one measure")
     for name in measures:
         require_choice("measures", name, MEASURES)
@@ -123,7 +139,7 @@ def _check_arguments(
     require(isinstance(resamples, int) and resamples >= 2, f"resamples must be an integer >= 2, got {resamples}")
     require(n_bins >= 1, f"n_bins must be >= 1, got {n_bins}")
     require(0 < alpha < 1, f"alpha must lie in (0, 1), got {alpha}")
-    require(split == "test" or scaling != "temperature", "scaling=temperature needs split=test: it is fitted on val")
+    require(split == "test" or scaling in ("none", "both"), f"scaling={scaling} needs split=test: it is fitted on val")
 
 
 def _tests(
@@ -158,7 +174,8 @@ def _tests(
 
 
 def load_predictions(run: Run, split: str, scaling: str) -> Predictions:
-    """The run's saved predictions, divided by its own temperature for scaling "temperature".
+    """The run's saved predictions after a scaling: "temperature" divides by its own temperature, any other map is
+    fitted on its val predictions.
 
     Raises:
         InputError: see `Run.predictions`; or the run has no temperature.
@@ -166,6 +183,12 @@ def load_predictions(run: Run, split: str, scaling: str) -> Predictions:
     p = run.predictions(split)
     if scaling == "none":
         return p
+    if scaling != "temperature" or run.is_file:
+        val = run.predictions("val")
+        require(val.n_classes == p.n_classes, f"its val predictions have {val.n_classes} classes, not {p.n_classes}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one line for each run would bury the table
+            return fit_scaling(val, scaling).apply(p)
     t = run.temperature
     require(t > 0 and math.isfinite(t), "its summary.json has no temperature")
     return scale_by(p, t)
@@ -189,7 +212,7 @@ def _measured_runs(
     for run in (run for g in groups for run in g.runs):
         try:
             p = run.predictions(split)
-            scaled = load_predictions(run, split, "temperature") if "temperature" in scalings else None
+            scaled = {s: load_predictions(run, split, s) for s in scalings if s != "none"}
         except InputError as error:
             left.append(LeftOut(run.path, str(error)))
             continue
@@ -202,9 +225,10 @@ def _measured_runs(
                 "samples): their labels differ, so they cannot be compared"
             )
         values: dict[str, Any] = {"n": len(p), "none": sample_one(options, p, counts)}
-        if scaled is not None:
-            changed = {name: keys for name, keys in options.items() if is_scaled(name)}
-            values["temperature"] = values["none"] | (sample_one(changed, scaled, counts) if changed else {})
+        for s, q in scaled.items():
+            same_classes = torch.equal(q.predicted, p.predicted)
+            changed = {name: keys for name, keys in options.items() if is_scaled(name) or not same_classes}
+            values[s] = values["none"] | (sample_one(changed, q, counts) if changed else {})
         out[run] = values
     return out, left
 

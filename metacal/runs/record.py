@@ -42,15 +42,16 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A finished run.
+    """A finished run, or a file of predictions beside such.
 
     Attributes:
-        path: its folder.
+        path: its folder, or the file.
         config: dotted key -> value of all that can change its result, the seed left out; keys that its config.yaml
             lacks have the default.
         summary: its summary.json.
         watching: dotted key -> value of the rest: device, threads, monitors, folders.
         epoch: whose predictions and temperature are taken: the "selected" or the "last" one.
+        val_file: the validation predictions of a file, None where it has none; of a run they are in its folder.
     """
 
     path: Path
@@ -58,6 +59,12 @@ class Run:
     summary: Mapping[str, Any]
     watching: Mapping[str, Any] = field(default_factory=dict)
     epoch: str = "selected"
+    val_file: Path | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file of predictions, of whose making nothing is known."""
+        return not self.config.keys() - {"method"}
 
     @property
     def folder(self) -> RunFolder:
@@ -72,9 +79,9 @@ class Run:
         return str(self.summary["method"])
 
     @property
-    def fingerprint(self) -> str:
-        """Of the content of its test split."""
-        return str(self.summary["data"]["fingerprint"])
+    def fingerprint(self) -> str | None:
+        """Of the content of its test split; None of a file."""
+        return None if self.is_file else str(self.summary["data"]["fingerprint"])
 
     @property
     def fingerprints(self) -> Mapping[str, str | None]:
@@ -88,6 +95,11 @@ class Run:
         Raises:
             InputError: when there are none, the file is damaged, or does not give the numbers of the summary.
         """
+        if self.is_file:
+            path = self.path if split == "test" else self.val_file
+            require(path is not None, f"a file of predictions has val ones only if they are given: {self.path}:VAL.npz")
+            assert path is not None
+            return Predictions.load(path)
         file = self.folder.predictions(split, self.epoch)
         p = Predictions.load(file)
         if split == "test":
@@ -140,7 +152,7 @@ class Run:
 
     @cached_property
     def _metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
-        return read_metrics(self.folder.metrics)
+        return ([], []) if self.is_file else read_metrics(self.folder.metrics)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +188,8 @@ class Group:
 
 
 def find_runs(words: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The run folders that `words` name: each a run, a folder that holds runs at any depth, or a glob of such.
+    """The run folders that `words` name: each a run, a folder that holds runs at any depth, or a glob of such; and
+    files of predictions, TEST.npz or TEST.npz:VAL.npz, as they stand.
 
     Sorted within each word, every folder once.
 
@@ -186,10 +199,17 @@ def find_runs(words: Iterable[str | os.PathLike[str]]) -> list[Path]:
     by_place: dict[Path, Path] = {}
     for word in words:
         here = Path(word)
+        test, val = _of_file(here)
+        if val is not None or (here.suffix == ".npz" and here.is_file()):
+            for file in (test, val or test):
+                require(file.is_file(), f"{word}: {file} does not exist or is no file")
+            by_place.setdefault(here.resolve(), here)
+            continue
         # Names of runs may hold brackets: what exists is meant as it stands.
         matches = [here] if here.exists() else _glob(str(word))
         require(len(matches) > 0, f"{word} does not exist and matches nothing")
         runs = [run for match in matches if match.is_dir() for run in _runs_in(match)]
+        runs += [match for match in matches if match.suffix == ".npz" and match.is_file()]
         require(len(runs) > 0, f"{word} is no run folder and holds none: a run folder has a config.yaml")
         for run in runs:
             by_place.setdefault(run.resolve(), run)
@@ -243,6 +263,10 @@ def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
 
 def _load_run(path: Path) -> Run:
     """Raises InputError with what is wrong, without the path."""
+    file, val = _of_file(path)
+    if file.is_file():
+        method = file.with_suffix("").as_posix()
+        return Run(file, {"method": method}, {"method": method, "seed": 0, "data": {}}, val_file=val)
     folder = RunFolder(path)
     require(folder.config.is_file(), f"stopped before training began; its {folder.log.name} says why")
     try:
@@ -263,6 +287,12 @@ def _load_run(path: Path) -> Run:
         summary,
         {key: value for key, value in settings.items() if is_bookkeeping(key)},
     )
+
+
+def _of_file(path: Path) -> tuple[Path, Path | None]:
+    """TEST.npz:VAL.npz as the two files; any other path alone."""
+    test, colon, val = str(path).rpartition(":")
+    return (Path(test), Path(val)) if colon and test.endswith(".npz") and val.endswith(".npz") else (path, None)
 
 
 def _how_far(folder: RunFolder, config: Mapping[Any, Any]) -> str:

@@ -82,8 +82,13 @@ def telling(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     * keys beside a name that varies (optimizer.name, model.name, …) in the same way for the configs of one name;
     * any other key is given for all.
 
-    Where a name has no YAML, nothing is known of it, and all its keys that differ from others' are given.
+    Where a name has no YAML, nothing is known of it, and all its keys that differ from others' are given. A config of
+    a method alone, such as that of a file of predictions, says nothing and is held against nothing.
     """
+    known = [i for i, c in enumerate(configs) if c.keys() - {"method"}]
+    if len(known) < len(configs):
+        among_known = dict(zip(known, telling([configs[i] for i in known])))
+        return [among_known.get(i, {}) for i in range(len(configs))]
     told: list[dict[str, Any]] = [{} for _ in configs]
     methods = [defaults_of("method", str(method)) for method in sorted({str(c["method"]) for c in configs})]
     for key in sorted({key for c in configs for key in c} - {"method"}, key=name_first):
@@ -145,6 +150,7 @@ def equal_settings(groups: Sequence[Configured], main: bool = True) -> dict[str,
 
     With `main` what a reader asks first, and those of methods that depart from the YAML of one of the methods.
     """
+    groups = [g for g in groups if g.config.keys() - {"method"}] or groups
     keys = sorted({key for g in groups for key in g.config} - ({"method"} if main else set()))
     equal = {
         key: groups[0].config[key]

@@ -9,7 +9,9 @@ import json
 import pytest
 from reference.run_folders import write_run
 
+from metacal.calibration import VectorScaling, accuracy, nll
 from metacal.cli import main
+from metacal.predictions import Predictions
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +120,35 @@ def test_runs_of_the_trainer_can_be_compared(tmp_path, capsys):
                     value = g["measures"][scaling]["ece"]["values"][i]
                     assert value == pytest.approx(summary[f"{split}/ece{suffix}"], abs=1e-9)
     assert ece["selected"] != ece["last"], "select=ece chose an earlier epoch of some run"
+
+
+def test_other_maps_and_files_of_predictions(folder, tmp_path, capsys):
+    run = folder / "focal" / "seed0"
+    files = {split: run / "predictions" / f"{split}.npz" for split in ("val", "test")}
+    p = {split: Predictions.load(file) for split, file in files.items()}
+    own = tmp_path / "own.npz"
+    p["test"].save(own)
+    words = ["--json", *FEW[2:], "--measures", "ece,accuracy,nll", "--scaling", "none,vector"]
+    assert main(["compare", str(folder), f"{own}:{files['val']}", *words]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [g["method"] for g in result["groups"]] == ["cross_entropy", "focal", str(tmp_path / "own")]
+    assert result["groups"][2]["label"] == str(tmp_path / "own")  # no key of the runs is held against it
+    assert any("Files of predictions, of whose making nothing is known" in note for note in result["notes"])
+    assert any(note.startswith("Scaling by vector: fitted here") for note in result["notes"])
+    scaled = VectorScaling().fit(p["val"]).apply(p["test"])
+    for g, i in ((result["groups"][1], 0), (result["groups"][2], 0)):
+        for scaling, q in (("none", p["test"]), ("vector", scaled)):
+            assert g["measures"][scaling]["nll"]["values"][i] == pytest.approx(nll(q))
+            assert g["measures"][scaling]["accuracy"]["values"][i] == pytest.approx(accuracy(q))
+    assert main(["compare", str(own), str(run), "--html", str(tmp_path / "page.html"), *FEW]) == 0  # without its val
+    assert "temperature" not in capsys.readouterr().out
+    for more, message in (
+        (["--scaling", "vector"], "scaling=vector needs the val predictions of"),
+        (["--scaling", "none,platt"], "scaling must be one of both, auto, none, temperature"),
+        (["--scaling", "none,none"], "distinct maps"),
+    ):
+        assert main(["compare", str(own), str(run), *FEW, *more]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert main(["compare", f"{own}:{tmp_path / 'no.npz'}"]) == 2
+    assert "no.npz does not exist" in capsys.readouterr().err

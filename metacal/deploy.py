@@ -101,8 +101,8 @@ class CalibratedModel(nn.Module):
         """
         require(
             self.scaling is None,
-            f"export takes a network and one temperature, got a model that is calibrated by {type(self.scaling).__name__}"
-            ": calibrate it with method='temperature', or use save",
+            f"export takes a network and one temperature, and this model has a {type(self.scaling).__name__}: "
+            "calibrate it with method='temperature', or use save",
         )
         export(self.backbone.net, self.kind, self.temperature, self.class_names, path, format)
 

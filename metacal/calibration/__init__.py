@@ -15,6 +15,7 @@ from metacal.calibration.choice import (
     load_scaling,
     save_scaling,
 )
+from metacal.calibration.conformal import ConformalSets, Coverage
 from metacal.calibration.fitted import FitReport, Identity, Scaling
 from metacal.calibration.measure import Measure, Streamed
 from metacal.calibration.measures import (
@@ -39,6 +40,7 @@ from metacal.calibration.measures import (
     underconfidence,
 )
 from metacal.calibration.mixture import EnsembleTemperatureScaling
+from metacal.calibration.novelty import novelty
 from metacal.calibration.scaling import (
     HistogramBinning,
     IsotonicScaling,
@@ -57,6 +59,8 @@ __all__ = [
     "CalibrationAccumulator",
     "Choice",
     "Comparison",
+    "ConformalSets",
+    "Coverage",
     "EnsembleTemperatureScaling",
     "FitReport",
     "HistogramBinning",
@@ -90,6 +94,7 @@ __all__ = [
     "load_scaling",
     "mce",
     "nll",
+    "novelty",
     "overconfidence",
     "reliability_bins",
     "save_scaling",

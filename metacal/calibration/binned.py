@@ -17,7 +17,7 @@ from torch import Tensor
 from metacal.calibration import binning
 from metacal.calibration.arguments import takes_arrays
 from metacal.calibration.measure import Counted, Measure, Streamed
-from metacal.calibration.ranking import tie_groups
+from metacal.calibration.ranking import ascending, running_sums, tie_groups
 from metacal.errors import require
 from metacal.predictions import Predictions
 
@@ -137,12 +137,14 @@ def _weighted_bins(formula: Callable[..., Tensor]) -> Callable[..., Counted]:
 
     def prepare(p: Predictions, n_bins: int = 15, **options: Any) -> Counted:
         index = binning.bin_index(p.confidence, n_bins)
-        per_sample = (torch.ones_like(p.confidence), p.correct.double(), p.confidence)
+        per_sample = torch.stack([torch.ones_like(p.confidence), p.correct.double(), p.confidence])
 
         def measure(w: Tensor) -> Tensor:
-            empty = w.new_zeros(n_bins, w.shape[1])
-            sums = (empty.index_add(0, index, w * v[:, None]).t() for v in per_sample)
-            return formula(*sums, **options)
+            sums = w.new_zeros(3 * n_bins, w.shape[1])
+            for rows in torch.arange(len(index)).split(1 << 14):  # a product is faster than sums by index
+                member = torch.nn.functional.one_hot(index[rows], n_bins).double().t()
+                sums += (per_sample[:, None, rows] * member).flatten(0, 1) @ w[rows]
+            return formula(*(part.t() for part in sums.split(n_bins)), **options)
 
         return measure
 
@@ -150,18 +152,19 @@ def _weighted_bins(formula: Callable[..., Tensor]) -> Callable[..., Counted]:
 
 
 def _weighted_adaptive_ece(p: Predictions, n_bins: int = 15, norm: str = "l1") -> Counted:
-    c, order = p.confidence.sort()
+    c, order = ascending(p.confidence)
     first, _ = tie_groups(c)
     residual = (p.correct[order].double() - c)[:, None]
+    edges = torch.arange(n_bins, dtype=torch.float64) * len(p) / n_bins
 
     def measure(w: Tensor) -> Tensor:
         w = w[order]
-        before = torch.cat([w.new_zeros(1, w.shape[1]), w.cumsum(0)])[first]
-        # Exact: a quotient of integers far below 2^53 does not round across an integer.
-        index = (before * n_bins / len(p)).long().clamp_(max=n_bins - 1)
-        empty = w.new_zeros(n_bins, w.shape[1])
-        gap = empty.scatter_add(0, index, w * residual).t()
-        count = empty.scatter_add(0, index, w).t()
+        seen, gaps = running_sums(w), running_sums(w * residual)
+        # Sample i is in bin m where m <= n_bins · (those of smaller confidence) / N < m + 1, so a bin is a run of the
+        # samples. Exact: a quotient of integers far below 2^53 does not round across an integer.
+        ends = torch.searchsorted(seen[first].t().contiguous(), edges.repeat(w.shape[1], 1)).t()
+        ends = torch.cat([ends, torch.full_like(ends[:1], len(p))])
+        count, gap = (sums.gather(0, ends).diff(dim=0).t() for sums in (seen, gaps))
         return binning.gap_norm(count, gap, torch.zeros_like(gap), norm)
 
     return measure

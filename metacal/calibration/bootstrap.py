@@ -162,8 +162,14 @@ def _resolve(measure: str | MeasureLike, options: dict[str, Any]) -> tuple[Measu
 
 def _resampled(jobs: Sequence[Job], n: int, seed: int) -> list[Tensor]:
     """The measure of each job on the same n resamples: float64 (n,), one for each job, whose N are equal."""
+    draws = _draws(len(jobs[0].p), n, seed)
+    if all(job.p is jobs[0].p for job in jobs):
+        # In ascending confidence, in which most measures want them, and which each would make for itself.
+        order = jobs[0].p.confidence.argsort()
+        p, rank = jobs[0].p[order], order.argsort().cpu()
+        jobs, draws = [job._replace(p=p) for job in jobs], (rank[drawn] for drawn in draws)
     forms = [job.measure.counted(job.p, **job.options) for job in jobs]
-    values = [[form(counts) for form in forms] for counts in map(_counts, _draws(len(jobs[0].p), n, seed))]
+    values = [[form(counts) for form in forms] for counts in map(_counts, draws)]
     return [torch.cat(of_one) for of_one in zip(*values, strict=True)]
 
 

@@ -16,6 +16,7 @@ __all__ = ["grid_sums", "laplace_pairs", "smooth_gap", "spread_on_grid", "unit_i
 LAPLACE_SCALE = 0.4  # the kernel exp(-|u - v| / 0.4) of Kumar et al. (2018)
 GRID = 2048  # cells of [0, 1] on which smooth ECE lives; its smallest bandwidth, 2^-10, spans two
 _EXACT_BELOW = 4096  # samples up to which SECE is summed directly
+_WIDE = 0.01  # bandwidth of smooth ECE from which on its cosines are summed one by one, some 290 of them at most
 _REACH = 9.0  # bandwidths after which a Gaussian is nothing beside 1 in float64
 
 
@@ -63,14 +64,16 @@ def smooth_gap(c: Tensor, a: Tensor, bandwidth: float, self_term: bool) -> Tenso
     return gap
 
 
-def grid_sums(c: Tensor, a: Tensor, bandwidth: float, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def grid_sums(
+    c: Tensor, a: Tensor, bandwidth: float, weights: Tensor | None = None, cells_each: int = 128
+) -> tuple[Tensor, Tensor, Tensor]:
     """Σ_j w_j K(c_i - c_j) and Σ_j w_j K(c_i - c_j) a_j, float64 (R, N), and each sample's own share of
     these (N,).
 
-    By convolution on a grid of h/128, between whose points all is linear. weights (N, R), by default R = 1
-    and all ones.
+    By convolution on a grid of h/128, or h/`cells_each`, between whose points all is linear. weights (N, R), by default
+    R = 1 and all ones.
     """
-    cells = math.ceil(128 / min(bandwidth, 1.0))
+    cells = math.ceil(cells_each / min(bandwidth, 1.0))
     low, fraction = _cell(c, cells)
     reach = min(cells, math.ceil(_REACH * bandwidth * cells))
     offset = torch.arange(reach + 1, dtype=c.dtype)
@@ -151,11 +154,17 @@ def unit_interval_smooth(residual: Tensor, mass: Tensor, mesh: int) -> Tensor:
     k = torch.arange(GRID + 1, dtype=waves.dtype)
 
     def error(rows: Tensor, sigma: float) -> Tensor:
-        damped = waves[rows] * (-(math.pi * sigma * k).square() / 2).exp()
-        smooth = torch.fft.irfft(damped, n=size)[..., : GRID + 1]
         points = max(round(10 / sigma), mesh)
-        low, fraction = _cell(torch.arange(points, dtype=k.dtype) / (points - 1), GRID)
-        smooth = smooth[..., low] * (1 - fraction) + smooth[..., low + 1] * fraction
+        factors = (-(math.pi * sigma * k).square() / 2).exp()
+        if sigma >= _WIDE:  # few waves are left of a wide Gaussian: their sum at the points is a small product
+            few = int((factors > 1e-18).sum())
+            t = torch.arange(points, dtype=k.dtype) / (points - 1)
+            ends = torch.where(k[:few] == 0, 1.0, 2.0) * factors[:few] / size
+            smooth = waves[rows, :, :few] @ (ends[:, None] * (math.pi * k[:few, None] * t).cos())
+        else:
+            smooth = torch.fft.irfft(waves[rows] * factors, n=size)[..., : GRID + 1]
+            low, fraction = _cell(torch.arange(points, dtype=k.dtype) / (points - 1), GRID)
+            smooth = smooth[..., low] * (1 - fraction) + smooth[..., low + 1] * fraction
         return smooth[:, 0].abs().sum(-1) / smooth[:, 1].sum(-1)
 
     def errors(sigmas: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from metacal.calibration.arguments import takes_arrays
 from metacal.calibration.kernel import grid_sums, laplace_pairs, smooth_gap, spread_on_grid, unit_interval_smooth
 from metacal.calibration.measure import Counted, Measure
+from metacal.calibration.ranking import ascending
 from metacal.errors import require
 from metacal.predictions import Predictions
 
@@ -115,7 +117,8 @@ def _weighted_sece(p: Predictions, bandwidth: float = 0.01, self_term: bool = Tr
     c, a = p.confidence, p.correct.double()
 
     def measure(w: Tensor) -> Tensor:
-        mass, hits, _ = grid_sums(c, a, bandwidth, w)
+        # A grid of h/64 widens the kernel by a part in 24,000, which no interval shows.
+        mass, hits, _ = grid_sums(c, a, bandwidth, w, cells_each=64)
         # A sample that was not drawn has weight 0; the floor keeps 0/0 out of its place.
         gap = hits / mass.clamp(min=1e-12) - c
         w = w.t()
@@ -124,9 +127,9 @@ def _weighted_sece(p: Predictions, bandwidth: float = 0.01, self_term: bool = Tr
     return measure
 
 
-def _sorted(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
-    """Confidences in ascending order and the correctness of each, float64 (N,), and the order itself."""
-    c, order = p.confidence.sort()
+def _sorted(p: Predictions) -> tuple[Tensor, Tensor, Any]:
+    """Confidences in ascending order and the correctness of each, float64 (N,), and the order as an index."""
+    c, order = ascending(p.confidence)
     return c, p.correct[order].double(), order
 
 

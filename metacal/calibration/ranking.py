@@ -7,6 +7,8 @@ resamples.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from metacal.calibration.arguments import takes_arrays
 from metacal.calibration.measure import Counted, Measure
 from metacal.predictions import Predictions
 
-__all__ = ["RANKING", "aurc", "auroc", "pair_order", "risk_area", "tie_groups"]
+__all__ = ["RANKING", "ascending", "aurc", "auroc", "pair_order", "risk_area", "running_sums", "tie_groups"]
 
 
 @takes_arrays
@@ -46,8 +48,8 @@ def pair_order(confidence: Tensor, correct: Tensor, weights: Tensor | None = Non
     default).
     """
     w = _ones(confidence) if weights is None else weights
-    first, last = tie_groups(confidence)
-    below = _running(w * ~correct[:, None])
+    first, last = _groups(confidence)
+    below = running_sums(w * ~correct[:, None])
     n_wrong = below[-1]
     right = w * correct[:, None]
     pairs = right.sum(0) * n_wrong
@@ -65,16 +67,15 @@ def risk_area(confidence: Tensor, correct: Tensor, weights: Tensor | None = None
     whose columns have one sum (R = 1 and all ones by default).
     """
     w = (_ones(confidence) if weights is None else weights).flip(0)
-    first, last = tie_groups(confidence.flip(0))
-    start = torch.arange(len(confidence)) == first
-    first, last = first[start], last[start]
-    seen, errors = _running(w), _running(w * ~correct.flip(0)[:, None])
+    first, last = _groups(confidence.flip(0), once=True)
+    seen, errors = running_sums(w), running_sums(w * ~correct.flip(0)[:, None])
     n0, e0 = seen[first], errors[first]
     g, e = seen[last] - n0, errors[last] - e0
     n = int(seen[-1, 0])
     steps = torch.arange(1, n + 1, dtype=torch.float64)
     harmonic = torch.cat([steps.new_zeros(1), steps.reciprocal_().cumsum(0)])
-    spread = harmonic[(n0 + g).long()] - harmonic[n0.long()]
+    reached = harmonic[seen.long()]
+    spread = reached[last] - reached[first]
     return (e + (e0 - n0 * e / g.clamp(min=1)) * spread).sum(0) / n
 
 
@@ -85,18 +86,38 @@ def tie_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     return (last - counts)[inverse], last[inverse]
 
 
+def _groups(x: Tensor, once: bool = False) -> tuple[Any, Any]:
+    """`tie_groups`, as an index into running sums; slices, which copy nothing, where no two are equal.
+
+    once: each group once, and not once for each of its entries.
+    """
+    if bool((x[1:] != x[:-1]).all()):
+        return slice(None, -1), slice(1, None)
+    first, last = tie_groups(x)
+    start = torch.arange(len(x)) == first
+    return (first[start], last[start]) if once else (first, last)
+
+
 def _ones(confidence: Tensor) -> Tensor:
     return torch.ones_like(confidence)[:, None]
 
 
-def _running(x: Tensor) -> Tensor:
+def running_sums(x: Tensor) -> Tensor:
     """Sums of the first 0, 1, … N rows of x (N, R): (N + 1, R)."""
     return torch.cat([x.new_zeros(1, x.shape[1]), x.cumsum(0)])
 
 
-def _sorted(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
-    """Confidences in ascending order, float64 (N,), the correctness of each, bool (N,), and the order itself."""
-    c, order = p.confidence.sort()
+def ascending(x: Tensor) -> tuple[Tensor, Any]:
+    """x (N,) in ascending order, and the index that orders it: a slice, which copies nothing, where it was in order."""
+    if bool((x[1:] >= x[:-1]).all()):
+        return x, slice(None)
+    values, order = x.sort()
+    return values, order
+
+
+def _sorted(p: Predictions) -> tuple[Tensor, Tensor, Any]:
+    """Confidences in ascending order, float64 (N,), the correctness of each, bool (N,), and the order as an index."""
+    c, order = ascending(p.confidence)
     return c, p.correct[order], order
 
 

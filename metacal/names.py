@@ -17,6 +17,7 @@ MethodName = Literal[
     "flsd53",
     "focal",
     "focal_schedule",
+    "gamma_curve",
     "gamma_horizon",
     "gamma_net",
     "gamma_scalar",

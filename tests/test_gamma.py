@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from metacal.bilevel import MetaStep
+from metacal.bilevel import Last, MetaStep
 from metacal.errors import InputError
 from metacal.gamma import (
     FLSD,
@@ -59,6 +59,27 @@ def test_cap_of_either_sign_passes_zero_undisturbed() -> None:
     torch.testing.assert_close(gamma[:3], 2 * score[:3].detach(), rtol=1e-7, atol=0)
     torch.testing.assert_close(slope[:3], torch.full((3,), 2.0).double(), rtol=1e-7, atol=0)
     assert gamma[3:].tolist() == [-2.0, 50.0]
+
+
+@pytest.mark.parametrize(("low", "least"), [(0.0, 0.02), (-2.0, -1.96)])
+def test_a_score_that_is_pushed_on_at_a_bound_does_not_wind_up(low: float, least: float) -> None:
+    source = ScalarGamma(1.0, 0.1, 50.0, low).double()
+    optimizer = torch.optim.Adam(source.parameters(), lr=0.05, betas=(0.5, 0.5))
+    net = nn.Linear(3, 2).double()
+    step = MetaStep(net, torch.optim.SGD(net.parameters(), lr=0.0), source, optimizer, loss="signed_focal")
+    path = []
+    for slope in [1.0] * 300 + [-1.0] * 20 + [-1.0] * 300:
+        step.last = Last(*(torch.zeros(2, 2), torch.zeros(2).long()) * 3)
+        step._learn([torch.tensor(slope).double()])
+        path.append(float(source().detach()))
+    assert path[299] == pytest.approx(least, rel=1e-6)
+    assert path[318] > 0.3, "back within twenty steps, though it was pushed on for hundreds"
+    assert path[-1] == pytest.approx(49.0, rel=1e-6)
+    curve = CurveGamma(1.0, 0.1)
+    with torch.no_grad():
+        curve.last.bias.fill_(-1e3)
+    curve.settle()
+    assert float(curve(logits=torch.zeros(1, 3), labels=torch.tensor([0]))) == pytest.approx(0.02, rel=1e-4)
 
 
 def test_curve_is_the_function_of_its_docstring() -> None:

@@ -338,6 +338,8 @@ class MetaStep:
             p.grad = h
         self.meta_optimizer.step()
         self.meta_optimizer.zero_grad(set_to_none=True)
+        if (settle := getattr(self.gamma_net, "settle", None)) is not None:
+            settle()
         assert self.last.meta_logits is not None and self.last.meta_labels is not None
         logits, labels = self.last.meta_logits, self.last.meta_labels
         self.outer.update(logits, labels)

@@ -16,6 +16,7 @@ from metacal.errors import InputError, require
 __all__ = ["check_config_file", "parse_yaml", "plain_keys", "read_yaml", "require_plain"]
 
 _MAX_BYTES, _MAX_DEPTH = 2**16, 20  # of a YAML file; a run's config has 3 kB and a depth of 4
+_MAX_VALUES = 20_000  # in it, with every alias (*name) counted as what it stands for
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is there, is twenty times faster
 
 
@@ -70,21 +71,39 @@ def read_yaml(file: str | Path) -> dict[str, Any]:
     return parse_yaml(text, str(file))
 
 
+def _check_size(text: bytes | str, where: str) -> None:
+    """How deep it is, and how many values it stands for: read from its events, before any value is made."""
+    count, sizes = 0, {}  # values so far; those of each anchor (&name)
+    opened: list[tuple[str | None, int]] = []  # collections: their anchor, and the count before them
+    for event in yaml.parse(text, _LOADER):
+        inside = event.value.count("${") if isinstance(event, yaml.ScalarEvent) else 0
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            if anchor is not None:
+                sizes[anchor] = count - before
+        elif isinstance(event, yaml.AliasEvent):
+            require(event.anchor in sizes, f"{where}: *{event.anchor} must come after the whole of &{event.anchor}")
+            count += sizes[event.anchor]
+        elif isinstance(event, yaml.NodeEvent):
+            count += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                opened.append((event.anchor, count - 1))
+            elif event.anchor is not None:
+                sizes[event.anchor] = 1
+        require(len(opened) + inside <= _MAX_DEPTH, f"{where} must be nested at most {_MAX_DEPTH} deep")
+        require(count <= _MAX_VALUES, f"{where} must stand for at most {_MAX_VALUES} values, with its aliases (*name)")
+
+
 def parse_yaml(text: bytes | str, where: str) -> dict[str, Any]:
     """The mapping in a YAML text, which may be anybody's, as it stands: ``${key}`` is left as it is.
 
     Raises:
-        InputError: the text, called `where`, is no YAML mapping, is longer than 64 KiB or deeper than 20, or has
-            aliases: a few of these can stand for billions of values.
+        InputError: the text, called `where`, is no YAML mapping, is longer than 64 KiB, deeper than 20, or stands for
+            more than 20,000 values: a few aliases of aliases can stand for billions.
     """
     require(len(text) <= _MAX_BYTES, f"{where} must have at most {_MAX_BYTES} bytes, got {len(text)}")
     try:
-        depth = 0
-        for event in yaml.parse(text, _LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            inside = event.value.count("${") if isinstance(event, yaml.ScalarEvent) else 0
-            require(depth + inside <= _MAX_DEPTH, f"{where} must be nested at most {_MAX_DEPTH} deep")
-            require(not isinstance(event, yaml.AliasEvent), f"{where} must not have YAML aliases (*name)")
+        _check_size(text, where)
         decoded = text.decode() if isinstance(text, bytes) else text
         node = OmegaConf.to_container(OmegaConf.load(io.StringIO(decoded)))
     except InputError:

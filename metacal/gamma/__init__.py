@@ -6,10 +6,11 @@ A gamma source is a module called as
 
 with the batch's penultimate features `(N, D)`, its logits `(N, K)`, labels `(N,)`, network inputs `(N, ...)` and the
 epoch, a number. It returns one gamma per sample `(N,)` or one for all, a 0-d tensor. Each source reads what it needs
-and ignores the rest; none of them sends a gradient back into the backbone. Two optional attributes complete it:
+and ignores the rest; none of them sends a gradient back into the backbone. Optional attributes complete it:
 
 - `observe(features, ...)`, same arguments: called once for every training batch, before the source is; running
   statistics live here, so that evaluating a source never changes it;
+- `settle()`: called after each step of its parameters, to keep them where they can act;
 - `layer`: the name of a module of the backbone whose output, pooled to `(N, D)`, is passed as the features.
 
 `LearnedSmoothing` has the same interface and gives the α of `losses.label_smoothing` in place of a gamma.

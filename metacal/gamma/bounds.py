@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metacal.errors import require
 
-__all__ = ["cap", "uncap"]
+__all__ = ["cap", "settle_", "uncap"]
 
 
 def cap(score: Tensor, tau: float, gamma_max: float, gamma_min: float = 0.0) -> Tensor:
@@ -43,3 +43,17 @@ def uncap(gamma: float, tau: float, gamma_max: float, gamma_min: float = 0.0) ->
         return tau * s
     # log(expm1(s)), written so that it does not overflow for large s
     return tau * (s + math.log(-math.expm1(-s)))
+
+
+MARGIN = 0.02  # of gamma to its bounds, as a part of the range from 0 to the bound, or of 1 above a bound of 0
+
+
+@torch.no_grad()
+def settle_(score: Tensor, tau: float, gamma_max: float, gamma_min: float = 0.0) -> None:
+    """Keep a score, in place, where gamma can leave its bounds again: between those of two gammas just within them.
+
+    Adam's steps are as long where the slope of `cap` has vanished as elsewhere: a score that is pushed on at a bound
+    for a hundred steps would need a hundred to come back (an integrator winds up in the same way).
+    """
+    low = MARGIN if gamma_min == 0 else (1 - MARGIN) * gamma_min
+    score.clamp_(uncap(low, tau, gamma_max, gamma_min), uncap((1 - MARGIN) * gamma_max, tau, gamma_max, gamma_min))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metacal.errors import require
-from metacal.gamma.bounds import cap, uncap
+from metacal.gamma.bounds import cap, settle_, uncap
 from metacal.gamma.learned import ScalarOptions
 from metacal.gamma.options import Around
 from metacal.options import option
@@ -64,3 +64,7 @@ class CurveGamma(nn.Module):
         x = torch.stack([p.amax(1), entropy, p.gather(1, labels.unsqueeze(1)).squeeze(1)], dim=1)
         score = self.last(torch.tanh(self.first(2 * x - 1))).squeeze(1)
         return cap(score, self.tau, self.gamma_max, self.gamma_min)
+
+    def settle(self) -> None:
+        """The same for the constant b2, around which the rest of the score is bounded; see `bounds.settle_`."""
+        settle_(self.last.bias, self.tau, self.gamma_max, self.gamma_min)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metacal.errors import InputError, require
-from metacal.gamma.bounds import cap, uncap
+from metacal.gamma.bounds import cap, settle_, uncap
 from metacal.gamma.options import Around, SourceOptions
 from metacal.losses import label_smoothing
 from metacal.modes import evaluation_mode
@@ -150,6 +150,10 @@ class ScalarGamma(nn.Module):
 
     def forward(self, features: Tensor | None = None, **_: object) -> Tensor:
         return cap(self.score, self.tau, self.gamma_max, self.gamma_min)
+
+    def settle(self) -> None:
+        """See `metacal.gamma.bounds.settle_`."""
+        settle_(self.score, self.tau, self.gamma_max, self.gamma_min)
 
 
 class LearnedSmoothing(nn.Module):

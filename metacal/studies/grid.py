@@ -9,7 +9,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Study:
         folder: where the report goes.
         command: that made it.
         unfinished: the other jobs, which a report names.
+        choices: label -> labels of groups, of which each seed takes the run with the least val NLL.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Study:
     folder: Path
     command: str
     unfinished: Sequence[Job] = ()
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def study_names() -> list[str]:
@@ -119,7 +121,8 @@ def load_study(name: str, variant: str | None = None, words: Sequence[str] = ())
     _check_grid(jobs)
     made_by = shlex.join(["metacal", "study", name, *([f"variant={variant}"] if variant else []), *words])
     config = jobs[0].config
-    return Study(title, spec["report"], jobs, Path(config.runs) / config.name / "report", made_by)
+    folder = Path(config.runs) / config.name / "report"
+    return Study(title, spec["report"], jobs, folder, made_by, choices=spec.get("choices", {}))
 
 
 def _key_of(word: str) -> str:

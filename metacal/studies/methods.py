@@ -7,17 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from metacal.calibration import nll
 from metacal.jsonio import to_json
 from metacal.names import MeasureName
 from metacal.predictions import Predictions
 from metacal.report.figures import reliability_curves
-from metacal.report.report import Report
 from metacal.report.tables import Cell, Column, Table, methods_table, summarise
 from metacal.studies.footer import NO_MARKS, footer, over_seeds
 from metacal.studies.grid import Study, load_series
-from metacal.training.saved import predict_run
 
 __all__ = ["report"]
+
+Rows = dict[str, list[dict[str, Any]]]
+"""What the summaries of a group's runs say, by its label."""
 
 MEASURES: tuple[MeasureName, ...] = ("accuracy", "nll", "ece", "adaptive_ece", "brier")
 
@@ -25,32 +27,52 @@ MEASURES: tuple[MeasureName, ...] = ("accuracy", "nll", "ece", "adaptive_ece", "
 def report(study: Study) -> list[Path]:
     """Write the tables (Markdown), the numbers (JSON) and reliability curves; returns the files' paths."""
     study.folder.mkdir(parents=True, exist_ok=True)
-    selected: dict[str, list[dict[str, Any]]] = {}
-    last: dict[str, list[dict[str, Any]]] = {}
+    selected: Rows = {}
+    last: Rows = {}
     series: dict[str, list[Mapping[str, Mapping[int, float]]]] = {}
     curves: dict[str, Predictions] = {}
     for job in study.jobs:
-        own = {"folder": str(job.folder.path)}
-        selected.setdefault(job.label, []).append(job.folder.read_summary() | own)
-        p = predict_run(job.folder.path, which="last")
-        values = Report(p["test"], p["val"], measures=MEASURES, resamples=0).to_dict()
-        last.setdefault(job.label, []).append({"seed": job.config.seed, **own, **values})
+        summary = job.folder.read_summary() | {"folder": str(job.folder.path)}
+        at_last = {f"test/{name[5:]}": value for name, value in summary.items() if name.startswith("last/")}
+        for rows, epoch, values in ((selected, "selected", summary), (last, "last", {**summary, **at_last})):
+            val = nll(Predictions.load(job.folder.predictions("val", epoch)))
+            rows.setdefault(job.label, []).append(values | {"val/nll": float(val)})
         series.setdefault(job.label, []).append(load_series(job.folder))
-        curves.setdefault(job.label, p["test"])  # of the first seed
+        curves.setdefault(job.label, Predictions.load(job.folder.predictions("test", "last")))  # of the first seed
     tables = [
-        _unmarked(methods_table(selected, MEASURES, title="The selected epoch")),
-        _unmarked(methods_table(last, MEASURES, title="The last epoch")),
-        _costs(selected, series),
+        _unmarked(methods_table(_with_choices(rows, study.choices), MEASURES, title=title))
+        for rows, title in ((selected, "The selected epoch"), (last, "The last epoch"))
     ]
+    tables.append(_costs(selected, series))
     for table in tables:
         print(table.render("text"), end="\n\n")
     text = "\n\n".join(table.render("markdown") for table in tables)
     text += "\n\n" + footer(study)
     paths = [study.folder / name for name in ("table.md", "numbers.json", "reliability.png")]
     paths[0].write_text(text)
-    paths[1].write_text(to_json({"selected": selected, "last": last}))
+    numbers = {"selected": _with_choices(selected, study.choices), "last": _with_choices(last, study.choices)}
+    paths[1].write_text(to_json(numbers))
     reliability_curves(curves).savefig(paths[2], dpi=130)
     return paths
+
+
+def _with_choices(rows: Rows, choices: Mapping[str, Sequence[str]]) -> Rows:
+    """The rows, and those that take for each seed the run of some groups with the least validation NLL.
+
+    That is what a user who searches has; the row's runs differ in what was chosen, which the numbers (JSON) tell.
+    """
+    result = dict(rows)
+    for label, among in choices.items():
+        seeds = {run["seed"] for name in among for run in rows.get(name, [])}
+        result[label] = [
+            min((run for name in among for run in rows.get(name, []) if run["seed"] == seed), key=_val_nll)
+            for seed in sorted(seeds)
+        ]
+    return {label: runs for label, runs in result.items() if runs}
+
+
+def _val_nll(run: Mapping[str, Any]) -> float:
+    return float(run["val/nll"])
 
 
 def _unmarked(table: Table) -> Table:

@@ -3,11 +3,12 @@
     report: trajectory               the module of `metacal.studies` that makes the report
     common: [key=value, ...]         words of every run's command
     groups: {label: {words: [key=value, ...], sweep: {key: [value, ...]}}}
-    variants: {name: {common: [...], groups: {label: {...}}}}     replacements for a shorter or longer version
+    choices: {label: [labels]}       rows of a report: of these groups, for each seed, the run with the least val NLL
+    variants: {name: {common: [...], groups: {label: {...}}, leave_out: [labels]}}    a shorter, longer or other version
 
-A group has one run for each combination of the values that it sweeps over. `common` and `variants` may be missing, of a
-group `words` or `sweep`. A variant's `common` comes after the file's; of a group that the file has too, its `words` or
-`sweep` replace the file's.
+A group has one run for each combination of the values that it sweeps over. `common`, `choices` and `variants` may be
+missing, of a group `words` or `sweep`. A variant's `common` comes after the file's; of a group that the file has too,
+its `words` or `sweep` replace the file's; the groups that it leaves out have no runs.
 """
 
 from __future__ import annotations
@@ -32,21 +33,29 @@ def read_spec(file: Path, variant: str | None = None) -> dict[str, Any]:
     Raises:
         InputError: with what is wrong in the file, or for a variant that it does not have.
     """
-    spec = _mapping(read_yaml(file), str(file), ("report", "common", "groups", "variants"))
+    spec = _mapping(read_yaml(file), str(file), ("report", "common", "groups", "choices", "variants"))
     require_choice(f"report of {file}", spec.get("report"), REPORTS)
     _check_part(spec, str(file))
     require(bool(spec.get("groups")), f"{file} must have groups, each with words or a sweep, got none")
     variants = spec.get("variants", {})
     require(isinstance(variants, dict), f"{file}: variants must be a mapping of names, got {variants!r}")
     for name, change in variants.items():
-        _check_part(_mapping(change, f"{file}: variants: {name}", ("common", "groups")), f"{file}: variants: {name}")
+        where = f"{file}: variants: {name}"
+        _check_part(_mapping(change, where, ("common", "groups", "leave_out")), where)
+        _check_labels(change.get("leave_out", []), f"{where}: leave_out", spec["groups"])
+    choices = spec.get("choices", {})
+    require(isinstance(choices, dict), f"{file}: choices must map labels to lists of groups, got {choices!r}")
+    for label, among in choices.items():
+        _check_labels(among, f"{file}: choices: {label}", spec["groups"])
     if variant is None:
         return spec
     require_choice("variant", variant, variants)
     change = variants[variant]
     groups = {label: spec["groups"].get(label, {}) | group for label, group in change.get("groups", {}).items()}
-    common = [*spec.get("common", []), *change.get("common", [])]
-    return {**spec, "common": common, "groups": {**spec["groups"], **groups}}
+    common, left_out = [*spec.get("common", []), *change.get("common", [])], change.get("leave_out", [])
+    groups = {label: group for label, group in {**spec["groups"], **groups}.items() if label not in left_out}
+    choices = {label: [name for name in among if name in groups] for label, among in choices.items()}
+    return {**spec, "common": common, "groups": groups, "choices": choices}
 
 
 def _mapping(value: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
@@ -68,6 +77,12 @@ def _check_part(part: Mapping[str, Any], where: str) -> None:
         sweep = group.get("sweep", {})
         lists = isinstance(sweep, dict) and all(isinstance(values, list) and values for values in sweep.values())
         require(lists, f"{at}: sweep must map each key to a list of values, got {sweep!r}")
+
+
+def _check_labels(labels: Any, where: str, groups: Mapping[str, Any]) -> None:
+    require(isinstance(labels, list), f"{where} must be a list of groups, got {labels!r}")
+    for label in labels:
+        require_choice(f"a group of {where}", label, groups)
 
 
 def _check_words(words: Any, where: str) -> None:

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metacal.config.compose import compose
+from metacal.config.compose import compose, config_dir
+from metacal.config.files import read_yaml
 from metacal.errors import InputError
 from metacal.runs.naming import folder_of
 from metacal.studies.grid import expand, grid_jobs, load_study, study_names
+from metacal.studies.spec import read_spec
 
 
 def test_expand_is_the_product_with_the_last_key_fastest():
@@ -193,6 +195,9 @@ def test_a_study_refuses_words_that_mix_its_groups(groups, words, message, tmp_p
         ("report: compare\ngroups: {a: {sweep: {seed: 3}}}", "a: sweep must map each key to a list"),
         ("report: compare\ngroups: {a: {}}\nvariants: {x: {common: [epochs]}}", "variants: x: common must be a list"),
         ("report: compare\ngroups: {a: {}}\nvariants: [x]", "variants must be a mapping"),
+        ("report: compare\ngroups: {abc: {}}\nchoices: {x: [abd]}", "did you mean 'abc'"),
+        ("report: compare\ngroups: {a: {}}\nchoices: [a]", "choices must map labels"),
+        ("report: compare\ngroups: {a: {}}\nvariants: {x: {leave_out: a}}", "leave_out must be a list"),
     ],
 )
 def test_a_file_that_is_no_study_is_refused(text, message, tmp_path):
@@ -205,3 +210,11 @@ def test_a_file_that_is_no_study_is_refused(text, message, tmp_path):
 def test_a_study_file_that_does_not_exist(tmp_path):
     with pytest.raises(InputError, match=r"missing\.yaml does not exist"):
         load_study(str(tmp_path / "missing.yaml"))
+
+
+@pytest.mark.parametrize("name", study_names())
+def test_every_study_of_the_package_can_be_read(name):
+    spec = read_spec(config_dir() / "study" / f"{name}.yaml")
+    assert spec["groups"]
+    for variant in read_yaml(config_dir() / "study" / f"{name}.yaml").get("variants", {}):
+        assert read_spec(config_dir() / "study" / f"{name}.yaml", variant)["groups"]

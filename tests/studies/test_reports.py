@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from metacal.calibration import ece
+from metacal.calibration import ece, nll
 from metacal.predictions import Predictions
 from metacal.runs.folder import RunFolder
 from metacal.studies import compare, methods, optimizers, validation
@@ -77,15 +77,23 @@ def test_runs_compared(study):
 
 
 def test_methods_side_by_side(study):
+    study = dataclasses.replace(study, choices={"the better": ["cross_entropy", "focal"]})
     table, numbers, curves = methods.report(study)
     found = json.loads(numbers.read_text())
+    for epoch, rows in found.items():
+        chosen = rows.pop("the better")
+        assert [entry["seed"] for entry in chosen] == [0, 1]
+        for entry in chosen:
+            val = [nll(Predictions.load(job.folder.predictions("val", epoch))) for job in study.jobs
+                   if job.config.seed == entry["seed"]]  # fmt: skip
+            assert entry["val/nll"] == pytest.approx(min(map(float, val)))
     for runs in (*found["selected"].values(), *found["last"].values()):
         assert len(runs) == 4
         for entry in runs:
             assert json.loads((Path(entry["folder"]) / "summary.json").read_text())["seed"] == entry["seed"]
     text = table.read_text()
     assert_says_where_its_numbers_come_from(text, study)
-    assert "over 4 seeds" in text and curves.stat().st_size > 5_000
+    assert "over 4 seeds" in text and "| the better |" in text and curves.stat().st_size > 5_000
 
 
 def test_what_is_not_finished_is_named(study, tmp_path):

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "modes": "errors",
     "pixels": "errors",
     "predict": "errors modes network predictions",
+    "posterior": "errors modes predictions",
     # pure mathematics
     "autodiff": "errors network",
     "losses": "errors options",
@@ -47,8 +48,8 @@ MAY_IMPORT = {
     "monitors names network objective optim options pixels predict predictions report runs",
     "sklearn": "errors models names training",
     "studies": "calibration config curvature data errors jsonio names predict predictions report runs training",
-    "commands": "calibration config curvature data deploy errors export files jsonio models monitors predict "
-    "predictions report runs studies training",
+    "commands": "calibration config curvature data deploy errors export files jsonio models monitors posterior "
+    "predict predictions report runs studies training",
     "cli": "commands errors",
 }
 LINES = 400

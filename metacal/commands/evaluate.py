@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from metacal.commands.ensembles import evaluate_ensemble
-from metacal.commands.sections import Evaluated, check_sections, sections
+from metacal.commands.sections import Evaluated, averaged, check_sections, sections
 from metacal.commands.shifts import check_shift, evaluate_shift
 from metacal.commands.words import Parser, take_scaling
 from metacal.errors import require
@@ -84,6 +84,12 @@ def _parser() -> Parser:
         "--ensemble",
         action="store_true",
         help="average the probabilities of all RUNs and FILEs, beside the members; without it each has its own table",
+    )
+    parser.add_argument(
+        "--posterior",
+        choices=("laplace", "dropout"),
+        help="of a run: average over the last layer's Laplace "
+        "approximation, whose prior is fitted on val, or over 30 passes with Dropout",
     )
     more = parser.add_argument_group("more tables")
     more.add_argument("--conformal", type=float, metavar="A", help="prediction sets that miss a share A of the labels")
@@ -169,7 +175,10 @@ def _evaluated(what: str, arguments: argparse.Namespace) -> Evaluated:
         val = None if arguments.val is None else Predictions.load(arguments.val)
         return Evaluated(Predictions.load(what), val, Path(what).stem, None)
     run = load_run(what, arguments.device, arguments.checkpoint)
-    splits = {"val": run.data.val, arguments.split: getattr(run.data, arguments.split)}
-    predictions = {name: predict(run.backbone, evaluation_batches(split).epoch(0)) for name, split in splits.items()}
+    if arguments.posterior is not None:
+        predictions = averaged(run, arguments.posterior)
+    else:
+        splits = {"val": run.data.val, arguments.split: getattr(run.data, arguments.split)}
+        predictions = {name: predict(run.backbone, evaluation_batches(s).epoch(0)) for name, s in splits.items()}
     val = None if arguments.split == "val" else predictions["val"]
     return Evaluated(predictions[arguments.split], val, arguments.split, run)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from metacal.report.tables import Table
     from metacal.training.saved import SavedRun
 
-__all__ = ["Evaluated", "check_sections", "sections"]
+__all__ = ["Evaluated", "averaged", "check_sections", "sections"]
 
 
 class Evaluated(NamedTuple):
@@ -38,7 +38,7 @@ def check_sections(arguments: argparse.Namespace) -> None:
     """What can be checked before anything is read."""
     files = [what for what in arguments.what if Path(what).is_file()]
     for option, value in (("--val", arguments.val), ("--conformal", arguments.conformal), ("--ood", arguments.ood),
-                          ("--by", arguments.by)):  # fmt: skip
+                          ("--by", arguments.by), ("--posterior", arguments.posterior)):  # fmt: skip
         other = "--shift" if arguments.shift else "--ensemble" if arguments.ensemble else None
         require(value is None or other is None, f"{option} does not go with {other}")
     require(
@@ -48,6 +48,19 @@ def check_sections(arguments: argparse.Namespace) -> None:
     if arguments.val is not None:
         require(len(files) == len(arguments.what) == 1, "--val goes with one FILE: a run has its own val split")
         require(Path(arguments.val).is_file(), f"--val: {arguments.val} does not exist")
+    require(arguments.posterior is None or not files, f"--posterior needs a run, whose model it runs, not {files[:1]}")
+    require(
+        arguments.posterior is None or arguments.ood is None,
+        "--posterior does not go with --ood, whose scores are those of one network",
+    )
+    require(
+        arguments.posterior != "laplace" or arguments.split == "test",
+        "--posterior laplace goes with --split test: its prior is fitted on val",
+    )
+    require(
+        arguments.posterior is None or arguments.split != "train",
+        "--posterior goes with --split test or val, got --split train",
+    )
     no_val = arguments.val is None and files
     if arguments.scaling != "temperature":
         require(not no_val, f"--scaling of a file needs --val FILE.npz, on which it is fitted: {files[:1]}")
@@ -98,6 +111,28 @@ def sections(evaluated: Evaluated, arguments: argparse.Namespace) -> tuple[dict[
         values["by"] = measured
         tables.append(group_table(measured, "class" if by_class else Path(arguments.by).stem))
     return values, tables
+
+
+def averaged(run: SavedRun, posterior: str) -> dict[str, Predictions]:
+    """Predictions of val and test, averaged over a posterior of the weights."""
+    from metacal.posterior import LastLayerLaplace, dropout_predictions, outputs_of
+    from metacal.predictions import Predictions
+    from metacal.training.setup import evaluation_batches
+
+    data, backbone = run.data, run.backbone
+    if posterior == "dropout":
+        return {
+            split.name: dropout_predictions(backbone, evaluation_batches(split).epoch(0))
+            for split in (data.val, data.test)
+        }
+    train, val, test = (
+        outputs_of(backbone, evaluation_batches(split).epoch(0)) for split in (data.train, data.val, data.test)
+    )
+    laplace = LastLayerLaplace().fit(train.features, train.logits).choose(val.features, val.logits, val.labels)
+    return {
+        name: Predictions.from_probabilities(laplace.probabilities(out.features, out.logits), out.labels)
+        for name, out in (("val", val), ("test", test))
+    }
 
 
 def _groups(file: str) -> np.ndarray:

@@ -265,7 +265,11 @@ def test_another_map_sets_other_data_and_groups(runs, tmp_path, capsys):
     printed = capsys.readouterr().out
     for text in ("THR", "Coverage %", "AUROC %", "By class", "Out of distribution"):
         assert text in printed
+    laplace = evaluate(capsys, run, "--posterior", "laplace", "--resamples", "0")
+    assert laplace["nll"] < nll(test) + 0.02 and laplace["nll"] != pytest.approx(nll(test), abs=1e-9)
     for more, message in (
+        ([run, "--posterior", "dropout"], "has no Dropout with p > 0"),
+        ([files[0], "--posterior", "laplace"], "--posterior needs a run"),
         ([files[0], "--conformal", "0.1"], "--conformal of a file needs --val FILE.npz"),
         ([files[0], "--ood", "fashion_mnist"], "needs a run, whose model it is given"),
         ([files[0], "--ood", other], "holds inputs x, which need a run"),

@@ -48,12 +48,12 @@ def test_the_covariance_is_the_inverse_hessian_of_a_logistic_regression() -> Non
 
 
 def test_two_classes_are_the_bayesian_logistic_regression() -> None:
-    """Var(z_1 − z_0) = φᵀ (Σ p (1 − p) φ φᵀ + τ/2)⁻¹ φ: a difference of two weights has half their prior's precision."""
+    """Var(z_1 − z_0) = φᵀ (Σ p (1 − p) φ φᵀ + τ/2)⁻¹ φ: a difference of weights has half their prior's precision."""
     x, weights, _ = data(k=2)
     new = with_one(data(6, seed=1)[0])
     z = with_one(x) @ weights.t()
     p = torch.softmax(z, 1)
-    hessian = (with_one(x) * (p[:, :1] * p[:, 1:])).t() @ with_one(x) + 0.35 * torch.eye(4)
+    hessian = (with_one(x) * (p[:, :1] * p[:, 1:])).t() @ with_one(x) + 0.35 * torch.eye(4, dtype=torch.float64)
     expected = (new @ torch.linalg.inv(hessian) * new).sum(1)
     s = LastLayerLaplace(0.7).fit(x, z).covariance(new[:, :-1])
     torch.testing.assert_close(s[:, 0, 0] + s[:, 1, 1] - 2 * s[:, 0, 1], expected, rtol=1e-9, atol=1e-12)

@@ -39,6 +39,7 @@ class BetaScaling(AfterTemperature):
         report: see `FitReport`.
     """
 
+    shown = "σ(a log p − b log(1 − p) + c) of each class, p = softmax(z / T)"
     saved = ("shrink", "before", "parameters")
 
     def __init__(self, shrink: bool = True) -> None:

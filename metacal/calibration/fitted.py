@@ -53,9 +53,11 @@ class Scaling:
 
     Attributes:
         saved: the attributes that a fitted map consists of: numbers, tuples of numbers, tensors, other maps.
+        shown: the map in a line.
     """
 
     saved: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[str] = ""
     report: FitReport | None = None
     _n_classes: int | None = None
 
@@ -103,8 +105,7 @@ class Scaling:
 
     def formula(self) -> str:
         """The map in a line, for the foot of a table."""
-        text = (type(self).__doc__ or "").strip().splitlines()[0]
-        return f"{type(self).__name__}: {text.rstrip('.')}"
+        return f"{type(self).__name__}: {self.shown}"
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The fitted map as arrays by name, of which `restore` makes it again.
@@ -161,6 +162,8 @@ class Scaling:
 
 class Identity(Scaling):
     """Predictions as they are: what every other map has to beat."""
+
+    shown = "the predictions as they are"
 
     def _fit(self, p: Predictions) -> None:
         pass

@@ -74,6 +74,7 @@ class VectorScaling(AfterTemperature):
         weight, bias: w and b, float64 (K,); `report`: see `FitReport`.
     """
 
+    shown = "softmax(w ∘ z / T + b)"
     saved = ("shrink", "before", "weight", "bias")
 
     def __init__(self, penalty: float = 1e-4, shrink: bool = True) -> None:
@@ -133,6 +134,7 @@ class MatrixScaling(AfterTemperature):
         weight, bias: W and b, float64; `report`: see `FitReport`.
     """
 
+    shown = "softmax(W log p + b), p = softmax(z / T)"
     saved = ("shrink", "before", "weight", "bias")
 
     def __init__(self, off_diagonal: float = 1e-2, intercept: float = 1e-2, shrink: bool = True) -> None:
@@ -191,6 +193,7 @@ class HistogramBinning(AfterTemperature):
         report: see `FitReport`.
     """
 
+    shown = "class shares in bins of softmax(z / T)"
     saved = ("shrink", "before", "n_bins", "shares", "counts")
 
     def __init__(self, n_bins: int = 15, shrink: bool = True) -> None:
@@ -242,6 +245,7 @@ class IsotonicScaling(AfterTemperature):
         counts: n of each, float64 (K,); `report`: see `FitReport`.
     """
 
+    shown = "an increasing step function of each class's softmax(z / T)"
     saved = ("shrink", "before", "knots", "sizes", "counts")
 
     def __init__(self, shrink: bool = True) -> None:

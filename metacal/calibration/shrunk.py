@@ -43,6 +43,9 @@ class AfterTemperature(Scaling):
             self.before._fit(p)
         self._fit_after(p)
 
+    def formula(self) -> str:
+        return f"{super().formula()}, T = {self.before.temperature:.3f}"
+
     def _fit_after(self, p: Predictions) -> None:
         """Fit what comes after `before`; `p` is as it was given."""
         raise NotImplementedError

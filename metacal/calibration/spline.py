@@ -41,6 +41,7 @@ class SplineScaling(AfterTemperature):
         knots, values: of logit c and g, float64 (n_knots,) or fewer; `report`: see `FitReport`.
     """
 
+    shown = "an increasing cubic of the logit of the top softmax(z / T)"
     saved = ("shrink", "before", "n_knots", "knots", "values")
 
     def __init__(self, n_knots: int = 6, shrink: bool = True) -> None:

@@ -61,6 +61,10 @@ def check_sections(arguments: argparse.Namespace) -> None:
         arguments.posterior is None or arguments.split != "train",
         "--posterior goes with --split test or val, got --split train",
     )
+    require(
+        arguments.posterior != "laplace" or arguments.conformal is None,
+        "--conformal does not go with --posterior laplace, whose prior is fitted on the same val",
+    )
     no_val = arguments.val is None and files
     if arguments.scaling != "temperature":
         require(not no_val, f"--scaling of a file needs --val FILE.npz, on which it is fitted: {files[:1]}")

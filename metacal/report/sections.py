@@ -28,7 +28,7 @@ def conformal_sets(val: Predictions, test: Predictions, alpha: float) -> dict[st
 
 def conformal_table(measured: Mapping[str, Coverage], alpha: float, n_val: int) -> Table:
     """Scores as rows; coverage with its interval, and the mean number of classes."""
-    columns = [Column("coverage", "Coverage", 2, percent=True), Column("size", "Mean size", 2, best="min")]
+    columns = [Column("coverage", "Coverage", 2, percent=True), Column("size", "Mean size", 2)]
     rows: list[tuple[str, Sequence[Cell]]] = [
         (name.upper(), [Range(c.coverage, c.low, c.high), c.size]) for name, c in measured.items()
     ]
@@ -86,7 +86,7 @@ def group_table(measured: Mapping[str, Mapping[str, float]], what: str) -> Table
         accuracy = Range(of["accuracy"], of["accuracy_low"], of["accuracy_high"])
         rows.append((label, [of["n"], accuracy, *(of[name] for name in GROUP_MEASURES)]))
     note = "Accuracy with Wilson's 95 % interval. The fewer samples, the larger the ECE of a calibrated model."
-    return Table(columns, rows, what, f"By {what}", [note])
+    return Table(columns, rows, what, f"By {what}", [note], marked=frozenset())
 
 
 def change_table(before: Predictions, after: Predictions, split: str, n_bins: int = 15, resamples: int = 1000) -> Table:

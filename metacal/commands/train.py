@@ -38,8 +38,9 @@ def train_command(argv: Sequence[str]) -> int:
     if any(word.startswith("-") for word in words):
         return _with_hydra(words, config_file)
 
-    if not any(word.startswith("progress=") and word != "progress=true" for word in words):
-        # The configuration alone takes the time to import PyTorch, which knows all options of the parts.
+    quiet = any(word.startswith("progress=") and word != "progress=true" for word in words)
+    if not quiet and sys.modules.get("torch") is None:
+        # The configuration is made of the parts' options, and the parts import PyTorch, which takes seconds.
         what = shlex.join(argv) or "the default method on the bundled digits"
         print(f"metacal train: loading PyTorch for {what}", flush=True)
 

@@ -7,9 +7,10 @@ Plain step: forward, focal loss with a fixed gamma, backward, SGD with momentum 
 that and the outer part, on a meta batch as large as the training batch, gamma-net and its Adam included.
 `library` is the same step in the way that users of `higher` write it: unroll, differentiate, copy the result
 back. A horizon: the mean of so many steps, the last of which learns through all of them; `library` with it unrolls as
-many. Times: all engines in turn, round after round in one process; the smallest of each (and the median).
-Memory: peak resident size of a process that takes three steps, less that of the plain step. Error: of the
-float32 hypergradient after 20 plain steps, against `higher` in float64 from the same state.
+many. Tangent: one gamma for all, with an outer part at each step. Times: all engines in turn, round after round in one
+process; the smallest of each (and the median). Memory: peak resident size of a process that takes three steps, less
+that of the plain step. Error: of the float32 hypergradient after 20 plain steps, against `higher` in float64 from the
+same state.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.optim import SGD, Adam
 from metacal import losses
 from metacal.bilevel import MetaStep
 from metacal.calibration.surrogates import sece
-from metacal.gamma import GammaNet
+from metacal.gamma import GammaNet, ScalarGamma
 from metacal.models import Backbone, build_model
 from metacal.models.options import ModelConfig
 
@@ -46,7 +47,7 @@ ENGINES: dict[str, tuple[str, dict[str, object]]] = {
     "difference": ("difference", {}),
     "difference, central": ("difference", {"central": True}),
 }
-HORIZON = 8
+HORIZON, TANGENT = 8, "tangent, one gamma"
 BATCH = {"mlp": 128, "resnet20": 128, "resnet18": 64}
 
 
@@ -102,6 +103,11 @@ class Setting:
     def horizon(self) -> MetaStep:
         return MetaStep(self.net, self.optimizer, self.gamma_net, self.meta_optimizer, every=HORIZON, horizon=HORIZON)
 
+    def tangent(self) -> MetaStep:
+        source = ScalarGamma()
+        optimizer = Adam(source.parameters(), lr=1e-3)
+        return MetaStep(self.net, self.optimizer, source, optimizer, engine="tangent", horizon_decay=0.9)
+
     def library(self, count: int = 1) -> None:
         import higher
 
@@ -139,13 +145,13 @@ def runner(model: str, engine: str) -> Callable[[], object]:
                 several.step(*setting.batches)
 
         return window
-    step = setting.meta_step(*ENGINES[engine])
+    step = setting.tangent() if engine == TANGENT else setting.meta_step(*ENGINES[engine])
     return lambda: step.step(*setting.batches)
 
 
 def times(model: str, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     several = [f"horizon {HORIZON}", f"library, horizon {HORIZON}"]
-    steps = {engine: runner(model, engine) for engine in ("plain", *ENGINES, "library", *several)}
+    steps = {engine: runner(model, engine) for engine in ("plain", *ENGINES, "library", TANGENT, *several)}
     for step in steps.values():
         step()
     spent: dict[str, list[float]] = {engine: [] for engine in steps}

@@ -1,7 +1,8 @@
 """J v and H v of a training step at its own θ, from its forward pass made once more.
 
 H is the Hessian of the whole inner objective with its gammas, masks and penalties: z₁ = J v along the tape, and
-H v = ∇_θ ⟨∂L/∂z, z₁⟩. With penalties, or where the tape lacks a rule, H v is the second of two backward passes.
+H v = ∇_θ ⟨∂L/∂z, z₁⟩. With penalties that θ reaches by other ways than the logits, or where the tape lacks a rule, H v
+is the second of two backward passes, at about twice the cost.
 """
 
 from __future__ import annotations
@@ -71,9 +72,10 @@ def _of_pass(
         jv = double_vjp(z, params, v) if along is None else along.detach()
         if not second:
             return jv, [None] * len(v)
-        if along is not None and objective is loss:
+        due = [t.penalty for t in inner.penalties.values() if t.weight_at(batch.count, batch.epoch) > 0]
+        if along is not None and all(getattr(penalty, "of_logits", False) for penalty in due):
             # the tangents are linear in v and have a graph in θ, so H v = ∇_θ ⟨∂L/∂z, J v⟩
-            (slope,) = torch.autograd.grad(loss, z, create_graph=True)
+            (slope,) = torch.autograd.grad(objective, z, create_graph=True)
             directional = (slope * along).sum()
         else:
             grads = torch.autograd.grad(objective, params, create_graph=True, allow_unused=True)

@@ -91,6 +91,12 @@ def _parser() -> Parser:
         help="of a run: average over the last layer's Laplace "
         "approximation, whose prior is fitted on val, or over 30 passes with Dropout",
     )
+    _add_tables(parser)
+    return parser
+
+
+def _add_tables(parser: Parser) -> None:
+    """What is measured beside the one table."""
     more = parser.add_argument_group("more tables")
     more.add_argument("--conformal", type=float, metavar="A", help="prediction sets that miss a share A of the labels")
     more.add_argument(
@@ -108,7 +114,6 @@ def _parser() -> Parser:
     shift.add_argument("--severities", metavar="1,3,5", help="only these (default: 1 to 5)")
     shift.add_argument("--samples", type=int, metavar="N", help="only N images, drawn by --seed (default: all)")
     shift.add_argument("--seed", type=int, metavar="S", help="of the noise and of that draw (default: 0)")
-    return parser
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

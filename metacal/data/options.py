@@ -38,7 +38,6 @@ class DataConfig:
     meta_batch_size: int | None = option(None, "images in an outer step; null: the meta split, up to 2048", low=1)
     crop_padding: int = option(0, "pixels that images are padded by before a random crop", low=0)
     flip: bool = option(False, "random mirror images")
-    meta_augment: bool = option(True, "crops and mirror images of the meta split too; false: its images as they are")
     mixup: float = option(0.0, "alpha of the Beta distribution of mixup's weights; 0: none", low=0)
     normalize: str = option(
         "auto", "auto: per channel, from the training images or mean and std", choices=("auto", "none")

@@ -21,6 +21,7 @@ class BatchPenalty(PenaltyPart):
     """`surrogate(logits, y)` with the surrogate's own options as fields; no mean over samples."""
 
     batchwise: ClassVar[bool] = True
+    of_logits: ClassVar[bool] = True
     surrogate: ClassVar[Callable[..., Tensor]]
 
     def __call__(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,10 @@ class MarginTail(InputPart):
     def needs_pixels(self) -> bool:  # type: ignore[override]
         return self.robust and super().needs_pixels
 
+    @property
+    def of_logits(self) -> bool:  # type: ignore[override]
+        return not self.robust
+
     def __call__(
         self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None
     ) -> Tensor:
@@ -71,6 +76,8 @@ class MbLS(PenaltyPart):
     """`mbls` as a penalty."""
 
     margin: float = option(10.0, "logit distance from which on it costs", low=0)
+
+    of_logits: ClassVar[bool] = True
 
     def __call__(
         self, model: nn.Module, x: Tensor, y: Tensor, logits: Tensor | None = None, features: Tensor | None = None

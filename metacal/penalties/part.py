@@ -30,11 +30,13 @@ class PenaltyPart:
     Attributes:
         batchwise: no mean over samples, and so not the sum of its values on parts of a batch.
         first_order: can be differentiated once only.
+        of_logits: a function of the logits and labels alone, so that θ reaches it by the logits only.
         needs_pixels: is in units of pixels, so that it must be known how the inputs are made of these.
     """
 
     batchwise: ClassVar[bool] = False
     first_order: ClassVar[bool] = False
+    of_logits: ClassVar[bool] = False
     needs_pixels: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

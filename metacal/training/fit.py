@@ -169,13 +169,11 @@ def fit(
         InputError: for input that cannot be used, before training.
         RunError: for a loss, gradient or hypergradient that is not finite.
     """
-    given = {"epochs": epochs, "seed": seed, "select": select, "patience": patience, "data.batch_size": batch_size}
-    given["data.meta_from"] = meta_from
+    given = {"epochs": epochs, "seed": seed, "select": select, "patience": patience}
+    given |= {"data.batch_size": batch_size, "data.meta_from": meta_from}
     config = _composed(method, overrides, given, optimizer, {"lr": lr, "weight_decay": weight_decay})
     require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
-    _check_callbacks(callbacks)
-    if run_dir is not None:
-        require_packages("run_dir", "tensorboard", "matplotlib")
+    _check(callbacks, run_dir)
     if meta is not None:
         config = _with_meta_given(config, meta_from)
     own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -225,9 +223,11 @@ def _with_meta_given(config: Config, meta_from: str | None) -> Config:
     return replace(config, data=replace(config.data, meta_from=DataConfig.meta_from))
 
 
-def _check_callbacks(callbacks: Sequence[Any]) -> None:
+def _check(callbacks: Sequence[Any], run_dir: str | Path | None) -> None:
     for callback in callbacks:
         require(callable(callback), f"callbacks must be functions of what a validation measured, got {callback!r}")
+    if run_dir is not None:
+        require_packages("run_dir", "tensorboard", "matplotlib")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ model = metacal.calibrate(net, (x_val, y_val))                # a model: model.p
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -22,7 +22,9 @@ from metacal.errors import require, require_choice
 from metacal.models import Backbone
 from metacal.predict import predict
 from metacal.predictions import Predictions
-from metacal.training.fit import Fit
+
+if TYPE_CHECKING:
+    from metacal.training.fit import Fit  # whose module needs the trainer's packages
 
 __all__ = ["calibrate"]
 
@@ -60,8 +62,9 @@ def calibrate(
     if isinstance(model, Predictions):
         require(val is None, "val is not given beside a Predictions, which holds its labels")
         return fit_scaling(model, method, seed)
-    if isinstance(model, Fit):
-        model = model.calibrated
+    trained_here = getattr(model, "calibrated", None)  # of a Fit
+    if isinstance(trained_here, CalibratedModel):
+        model = trained_here
     if not isinstance(model, nn.Module):
         require(
             val is not None,

@@ -487,7 +487,7 @@ def test_an_operation_without_second_derivative_is_named_and_nothing_has_changed
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({"engine": "backward"}, "engine must be one of forward, difference, reverse, higher, got 'backward'"),
+        ({"engine": "backward"}, "engine must be one of forward, difference, reverse, tangent, higher, got 'backward'"),
         ({"every": 0}, "every must be >= 1, got 0"),
         ({"nonfinite": "ignore"}, "nonfinite must be"),
         ({"clip_norm": -1.0}, "clip_norm must be > 0"),

@@ -412,13 +412,13 @@ def test_training_curves_are_of_nll_and_ece_where_runs_measured_them(tmp_path, g
     assert "each method's own" in {n: c for n, c, _ in figures_of(judge_groups(groups, resamples=4))}["Training"]
 
 
-def test_figures_of_31_groups_have_readable_axes(tmp_path):
+def test_figures_of_many_groups_have_readable_axes(tmp_path):
     """Those of the study `baselines`, among them other optimizers and long labels: nothing collapses or overlaps."""
     spec = OmegaConf.to_container(OmegaConf.load(config_dir() / "study" / "baselines.yaml"))
     for i, (label, group) in enumerate(spec["groups"].items()):
         write_run(tmp_path / label, group["words"], sharpness=1 + i / 20, n=60)
     groups = groups_of(tmp_path)
-    assert len(groups) == 31 and max(len(g.short) for g in groups) <= 60
+    assert len(groups) == len(spec["groups"]) > 30 and max(len(g.short) for g in groups) <= 60
     lr = [g.label for g in groups if "optimizer.lr" in g.differs]
     assert all("bulk_sgd" in label for label in lr) and len(lr) == 1
     result = judge_groups(groups, measures=["accuracy", "ece"], resamples=4, baseline=["method=mmce"])

@@ -96,6 +96,8 @@ class OuterKeys:
     optimizer: str = option("adam", "of what is learned", choices=("adam", "sgd"))
     lr: float = option(1e-2, "its learning rate", low=0)
     weight_decay: float = option(0.0, "its weight decay", low=0)
+    beta1: float = option(0.9, "adam: memory of its gradients; less turns round sooner", low=0, below=1)
+    beta2: float = option(0.999, "adam: memory of their squares", low=0, below=1)
 
 
 @dataclass

@@ -45,7 +45,8 @@ def uncap(gamma: float, tau: float, gamma_max: float, gamma_min: float = 0.0) ->
     return tau * (s + math.log(-math.expm1(-s)))
 
 
-MARGIN = 0.02  # of gamma to its bounds, as a part of the range from 0 to the bound, or of 1 above a bound of 0
+MARGIN = 0.02  # of gamma to its bounds, as a part of the range from 0 to the bound
+LEAST = 0.25  # gamma above a bound of 0, where softplus has a slope still and the loss is nearly cross-entropy
 
 
 @torch.no_grad()
@@ -55,5 +56,5 @@ def settle_(score: Tensor, tau: float, gamma_max: float, gamma_min: float = 0.0)
     Adam's steps are as long where the slope of `cap` has vanished as elsewhere: a score that is pushed on at a bound
     for a hundred steps would need a hundred to come back (an integrator winds up in the same way).
     """
-    low = MARGIN if gamma_min == 0 else (1 - MARGIN) * gamma_min
+    low = LEAST if gamma_min == 0 else (1 - MARGIN) * gamma_min
     score.clamp_(uncap(low, tau, gamma_max, gamma_min), uncap((1 - MARGIN) * gamma_max, tau, gamma_max, gamma_min))

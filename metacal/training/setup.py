@@ -183,12 +183,15 @@ def build_parts(
         optimizer = optimizer_of(config).build(backbone, curvature_loss(config))
     for group in optimizer.param_groups:  # the schedule scales it; saved and restored with the optimizer
         group["initial_lr"] = group["lr"]
-    meta_optimizer = None
+    meta_optimizer: torch.optim.Optimizer | None = None
     if learns(config):
         assert gamma is not None
         m = config.meta
-        kind = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[m.optimizer]
-        meta_optimizer = kind(gamma.parameters(), lr=m.lr, weight_decay=m.weight_decay)
+        keys: dict[str, Any] = {"lr": m.lr, "weight_decay": m.weight_decay}
+        if m.optimizer == "adam":
+            meta_optimizer = torch.optim.Adam(gamma.parameters(), betas=(m.beta1, m.beta2), **keys)
+        else:
+            meta_optimizer = torch.optim.SGD(gamma.parameters(), **keys)
     step = _meta_step(config, backbone, gamma, optimizer, meta_optimizer, pixels, class_weight)
     if step.chunk is not None:
         _require_divisible(backbone, train, step.chunk)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up once, then runs metacal with the arguments given. Without any: the default method (gamma-net focal loss, margin
-# tail and Hessian trace) on the bundled digits, beside the gamma-net alone, a focal loss with fixed gamma and plain
+# Sets up once, then runs metacal with the arguments given. Without any: the default method (focal loss with a learned gamma,
+# margin tail) on the bundled digits, beside the published gamma-net, a focal loss with fixed gamma and plain
 # cross-entropy on the same splits.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -36,9 +36,12 @@ from metacal.training.setup import build_objective
         (["optimizer.nesterov=true", "optimizer.momentum=0"], "optimizer.nesterov=true needs momentum > 0"),
         (["meta.bandwidth=0"], "meta.bandwidth must be > 0, got 0.0"),
         (["meta.lr=-1"], "meta.lr must be >= 0"),
-        (["meta.engine=higher", "optimizer=adam"], "meta.engine=higher unrolls only sgd"),
+        (["method=gamma_net", "meta.engine=higher", "optimizer=adam"], "meta.engine=higher unrolls only sgd"),
         (["meta.inner_steps=3"], "meta.inner_steps > 1 needs meta.engine=higher"),
-        (["meta.engine=higher", "meta.inner_steps=3"], "meta.inner_steps must be <= meta.every=1"),
+        (
+            ["method=gamma_net", "meta.engine=higher", "meta.inner_steps=3"],
+            "meta.inner_steps must be <= meta.every=1",
+        ),
         (["monitor.curvature=true"], "monitor.curvature needs monitor.every > 0"),
         (["monitor.certificate=8", "monitor.every=5"], "monitor.certificate needs monitor.curvature=true"),
         (["monitor=off", "monitor.every=5"], "monitor=off measures nothing"),
@@ -50,7 +53,7 @@ from metacal.training.setup import build_objective
             "gamma.milestones must be increasing fractions of the training in (0, 1), got [10.0, 20.0]; with epochs=30",
         ),
         (["gamma.init=60"], "gamma.init must be < gamma.max=50.0, got 60.0"),
-        (["gamma.input=layer"], "gamma.layer names a module"),
+        (["method=gamma_net", "gamma.input=layer"], "gamma.layer names a module"),
         (["method=cross_entropy", "gamma.source=gamma_net"], "gamma.source=gamma_net needs a loss with a gamma"),
         (["schedule.milestones=[0.7,0.3]"], "schedule.milestones must be increasing"),
         (["noequals"], "noequals"),
@@ -113,6 +116,12 @@ def test_a_proper_score_stands_beside_any_objective():
     assert terms("meta.objective={mmce: 2, skce: 1}", "meta.proper=brier")["brier"] == (1.0, {})
     with pytest.raises(InputError, match=r"meta.proper=nll is in meta.objective already"):
         compose(["method=meta_calibration", "meta.proper=nll"])
+
+
+def test_an_objective_that_is_chosen_takes_the_place_of_the_methods():
+    assert compose([]).meta.objective == "confidence_gap" and compose([]).meta.squared
+    assert compose(["meta=dece"]).meta.objective == "dece"
+    assert compose(["method=metacal", "meta=dece", "meta.objective=nll"]).meta.objective == "nll"
 
 
 def test_the_table_of_keys_in_the_docs_is_the_schemas():

@@ -62,6 +62,8 @@ def compare_command(argv: Sequence[str]) -> int:
         return 0
     from rich.console import Console
 
+    from metacal.report.verdict import verdict
+
     console = Console()
     tables = [result.table("folders")] + ([result.difference_table()] if result.baseline is not None else [])
     for i, table in enumerate(tables):
@@ -71,6 +73,8 @@ def compare_command(argv: Sequence[str]) -> int:
             console.print(table)
         else:  # a pipe has no bold: plain text marks with a star
             print(table)
+    if said := verdict(result):
+        console.print(f"\nVerdict: {said}", highlight=False, soft_wrap=True, markup=False)
     for file in files.values():
         console.print(f"written: {file}", highlight=False, soft_wrap=True)
     return 0
@@ -145,5 +149,9 @@ def _text(result: RunComparison, form: str, command: str) -> str:
     tables = [result.table("none" if form == "markdown" else "runs")]
     tables += [result.difference_table()] if result.baseline is not None else []
     tables += [result.runs_table()] if form == "markdown" else []
-    made = f"Made by `{command}`." if form == "markdown" else f"% Made by {command}"
-    return "\n\n".join([*(table.render(form) for table in tables), made]) + "\n"
+    from metacal.report.verdict import verdict
+
+    lines = [*([f"Verdict: {said}"] if (said := verdict(result)) else []), f"Made by `{command}`."]
+    if form == "latex":
+        lines = [f"% {line.replace('`', '').rstrip('.')}" for line in lines]
+    return "\n\n".join([*(table.render(form) for table in tables), *lines]) + "\n"

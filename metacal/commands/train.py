@@ -49,10 +49,9 @@ def train_command(argv: Sequence[str]) -> int:
     config = compose(words, config_file)
     for method in config.baselines:  # a typo in the last baseline must not surface after the first run
         compose(_with_method(words, method), config_file)
-    if config.progress:
-        what = f"{config.method}, data {config.data.name}, model {config.model.name}"
-        print(f"metacal train: {what if config.resume is None else f'going on with {config.resume}'}", flush=True)
     if config.resume is not None:
+        if config.progress:
+            print(f"metacal train: going on with {config.resume}", flush=True)
         return _resume(config, words)
     if not config.baselines:
         return _run(config, words, config_file)

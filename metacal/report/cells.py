@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from metacal.calibration import MEASURES
 
-__all__ = ["Cell", "Column", "Range", "Spread", "central", "column_of", "is_scaled", "summarise"]
+__all__ = ["Cell", "Column", "Range", "Spread", "central", "column_of", "in_words", "is_scaled", "summarise"]
 
 
 class Range(NamedTuple):
@@ -68,6 +68,10 @@ class Column:
             return mean if math.isnan(cell.std) else f"{mean} {times} {self._number(cell.std)}"
         return self._number(cell)
 
+    def in_words(self, cell: Cell) -> str:
+        """The cell with its title and unit, for sentences and lines: `ECE 1.64 %`, `NLL 0.1089`."""
+        return f"{self.title or self.name} {self.show(cell)}" + (" %" if self.percent else "")
+
     def _number(self, x: float) -> str:
         if isinstance(x, int):
             return str(x)
@@ -85,6 +89,11 @@ def column_of(name: str) -> Column:
         return _NO_MEASURES.get(name, Column(name))
     shown = MEASURES[name]
     return Column(name, shown.title, shown.digits, shown.percent, shown.best)
+
+
+def in_words(values: Mapping[str, float], names: Iterable[str]) -> str:
+    """The named measures of `values`, those that it has, with their units: `Accuracy 96.38 %  NLL 0.1089`."""
+    return "  ".join(column_of(name).in_words(values[name]) for name in names if name in values)
 
 
 def is_scaled(name: str) -> bool:

@@ -13,6 +13,7 @@ from metacal.errors import require, require_choice
 from metacal.report import caveats
 from metacal.report.significance import Difference, Sampled
 from metacal.report.tables import Cell, Column, Range, Table, budgets, central, column_of, summarise
+from metacal.report.verdict import verdict
 from metacal.runs.record import Group, LeftOut
 from metacal.runs.settings import equal_settings, name_first, show_value
 
@@ -330,6 +331,7 @@ class RunComparison:
             "baseline": None if self.baseline is None else self.groups[self.baseline].label,
             "equal": equal_settings(self.groups, main=False),
             "groups": groups,
+            "verdict": verdict(self),
             "notes": self.notes(),
             "left_out": [{"path": str(path), "reason": reason} for path, reason in self.left_out],
         }

@@ -16,7 +16,18 @@ from torch import Tensor
 from metacal.calibration.binning import Bins, reliability_bins
 from metacal.errors import require
 from metacal.predictions import Predictions
-from metacal.report.drawing import COLORS, INK, canvas, clean, diagonal, reliability_axes, reliability_line
+from metacal.report.cells import Range, column_of
+from metacal.report.drawing import (
+    COLORS,
+    INK,
+    SMALL,
+    canvas,
+    clean,
+    diagonal,
+    percent,
+    reliability_axes,
+    reliability_line,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,18 +82,19 @@ def reliability_diagram(
     _draw_gaps(ax, bins, level)
     count, total = bins.count.double(), len(p)
     gap = (bins.correct - bins.confidence_sum).abs().sum().item() / total
-    text = f"ECE {gap:.4f}"
-    if interval is not None:
-        text += f" [{interval[0]:.4f}, {interval[1]:.4f}]"
-    text += f"\naccuracy {bins.correct.sum().item() / total:.4f}"
-    text += f"\nmean confidence {bins.confidence_sum.sum().item() / total:.4f}\nN = {int(count.sum().item()):,}"
+    lines = [
+        column_of("ece").in_words(gap if interval is None else Range(gap, *interval)),
+        column_of("accuracy").in_words(bins.correct.sum().item() / total),
+        column_of("confidence").in_words(bins.confidence_sum.sum().item() / total),
+        f"N = {int(count.sum().item()):,}",
+    ]
     ax.text(
         0.03,
         0.97,
-        text,
+        "\n".join(lines),
         transform=ax.transAxes,
         va="top",
-        fontsize=8.5,
+        fontsize=SMALL,
         color=INK,
         bbox={"facecolor": "white", "edgecolor": "#cccccc", "alpha": 0.9, "boxstyle": "round,pad=0.35"},
         zorder=6,
@@ -104,10 +116,11 @@ def confidence_histogram(p: Predictions, n_bins: int = 20, ax: Axes | None = Non
     lines = (("accuracy", bins.correct, "-"), ("mean confidence", bins.confidence_sum, ":"))
     for name, sums, style_of in lines:
         mean = sums.sum().item() / len(p)
-        ax.axvline(mean, ymax=1 / 1.3, color=INK, linewidth=1.4, linestyle=style_of, label=f"{name} {mean:.3f}")
+        ax.axvline(mean, ymax=1 / 1.3, color=INK, linewidth=1.4, linestyle=style_of, label=f"{name} {100 * mean:.1f} %")
+    percent(ax.xaxis)
     # Room above the bars for the legend.
     ax.set(xlim=(0, 1), ylim=(0, 1.3 * float(bins.count.max())), xlabel="confidence", ylabel="samples")
-    ax.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper center")
+    ax.legend(frameon=False, fontsize=SMALL, ncols=2, loc="upper center")
     clean(ax, title)
     return figure
 
@@ -135,8 +148,8 @@ def reliability_curves(
         x, y, share = (t.cpu().numpy()[shown] for t in (bins.confidence, bins.accuracy, bins.count / len(p)))
         low, high = (t.cpu().numpy()[shown] for t in wilson_interval(bins.correct, bins.count, level))
         style = {"color": COLORS[i % len(COLORS)], "linewidth": 1.5, "zorder": 3}
-        reliability_line(ax, x, y, style, f"{name} (ECE {error:.4f})", share, (low, high))
-    ax.legend(frameon=False, fontsize=8.5, loc="upper left")
+        reliability_line(ax, x, y, style, f"{name} ({column_of('ece').in_words(error)})", share, (low, high))
+    ax.legend(frameon=False, fontsize=SMALL, loc="upper left")
     return figure
 
 
@@ -168,9 +181,10 @@ def gamma_scatter(
     middle = [(np.median(c[b]), np.median(g[b])) for b in bins]
     ax.plot(*zip(*middle), color=INK, linewidth=1.6, marker="o", markersize=3.5, label="median", zorder=4)
     ax.set(xlim=(0, 1), xlabel="confidence", ylabel="gamma")
+    percent(ax.xaxis)
     ax.set_ylim(bottom=min(0.0, 1.1 * float(g.min())))
     said = f"rank correlation {_rank_correlation(g, c):.2f}"
-    ax.legend(frameon=True, framealpha=0.9, edgecolor="#cccccc", fontsize=8.5, title=said, title_fontsize=8.5)
+    ax.legend(frameon=True, framealpha=0.9, edgecolor="#cccccc", fontsize=SMALL, title=said, title_fontsize=SMALL)
     clean(ax, title)
     return figure
 
@@ -209,7 +223,8 @@ def _draw_gaps(ax: Axes, bins: Bins, level: float) -> None:
     ax.errorbar(left + width / 2, accuracy, whiskers, label=f"{level * 100:g} % interval", **style)
     diagonal(ax)
     ax.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
-    ax.legend(frameon=True, framealpha=0.9, edgecolor="#cccccc", fontsize=8, loc="lower right").set_zorder(6)
+    percent(ax.xaxis, ax.yaxis)
+    ax.legend(frameon=True, framealpha=0.9, edgecolor="#cccccc", fontsize=SMALL, loc="lower right").set_zorder(6)
     clean(ax)
 
 
@@ -220,7 +235,7 @@ def _draw_counts(ax: Axes, bins: Bins, p: Predictions) -> None:
     if len(count) <= 20:
         for x, n in zip((left + width / 2).tolist(), count.tolist()):
             if n:
-                ax.text(x, n, _short(n), ha="center", va="bottom", fontsize=6.5, color=INK)
+                ax.text(x, n, _short(n), ha="center", va="bottom", fontsize=SMALL, color=INK)
     clean(ax)
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from metacal.calibration.binning import reliability_bins
 from metacal.errors import require
 from metacal.predictions import Predictions
-from metacal.report.drawing import COLORS, clean, reliability_axes, reliability_line
+from metacal.report.cells import column_of, summarise
+from metacal.report.drawing import COLORS, SMALL, clean, percent, reliability_axes, reliability_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,9 +74,10 @@ def overlaid_reliability(
             count = np.array([b.count.numpy() for b in bins], dtype=float)
             correct = np.array([b.correct.numpy() for b in bins], dtype=float)
             confidence = np.array([b.confidence_sum.numpy() for b in bins])
-            errors[label].append(_mean_std(np.abs(correct - confidence).sum(1) / count.sum(1)))
+            errors[label].append(_mean_std("ece", np.abs(correct - confidence).sum(1) / count.sum(1)))
             points.append((title, label, count, correct, confidence))
-    heading = "ECE" if len(panels) == 1 else "ECE " + " | ".join(panels)
+    header = column_of("ece").header
+    heading = header if len(panels) == 1 else f"{header}: " + " | ".join(panels)
     texts = {label: " | ".join(values) for label, values in errors.items()}
     figure, axes = _canvas(1, len(panels), (4.7, 4.7), _legend_entries(styles, texts), heading)
     at = dict(zip(panels, axes))
@@ -108,8 +110,10 @@ def risk_coverage(
 
     require(len(groups) > 0, "groups must hold predictions")
     styles = _styles(groups, highlight)
-    texts = {label: _mean_std(np.array([aurc(p) for p in seeds])) for label, seeds in groups.items()}
-    figure, (ax,) = _canvas(1, 1, (6.2, 4.4), _legend_entries(styles, texts), "area under the curve (AURC)")
+    texts = {label: _mean_std("aurc", np.array([aurc(p) for p in seeds])) for label, seeds in groups.items()}
+    figure, (ax,) = _canvas(
+        1, 1, (6.2, 4.4), _legend_entries(styles, texts), f"area under the curve ({column_of('aurc').header})"
+    )
     coverage = np.linspace(0, 1, points + 1)[1:]
     for label, seeds in groups.items():
         each, style = np.array([_risk(p, coverage) for p in seeds]), styles[label]
@@ -118,6 +122,7 @@ def risk_coverage(
         ax.plot(coverage, each.mean(0), label=label, **style)
     ax.set(xlim=(0, 1), xlabel="coverage: share of samples kept, the most confident first", ylabel="risk: error rate")
     ax.set_ylim(bottom=0)
+    percent(ax.xaxis, ax.yaxis)
     clean(ax)
     return figure
 
@@ -187,6 +192,8 @@ def training_curves(
                 ax.fill_between(x, values.min(0), values.max(0), color=style["color"], alpha=0.15, linewidth=0)
             ax.plot(x, values.mean(0), label=label, **style)
         ax.set(xlabel="epoch", xlim=(0, None))
+        if column_of(name.partition("/")[2]).percent:
+            percent(ax.yaxis)
         clean(ax, curves[name])
     return figure
 
@@ -221,6 +228,7 @@ def accuracy_ece_plane(
             ax.errorbar(x.mean(), y.mean(), _std(y), _std(x), markerfacecolor="white", **bars)
     ax.set(xlabel="accuracy", ylabel="ECE")
     ax.set_ylim(bottom=0)
+    percent(ax.xaxis, ax.yaxis)
     clean(ax, "hollow: after temperature scaling" if scaled else "")
     return figure
 
@@ -276,8 +284,8 @@ def _canvas(
     from matplotlib.lines import Line2D
 
     lines = [line for text in (*(t for t, _ in entries), *wrap(heading, _WRAP)) for line in text.split("\n")]
-    width = 0.7 + 0.068 * max(map(len, lines))  # inches of a legend's characters at 8 points
-    height = max(size[1] * rows, 0.5 + 0.165 * len(lines))
+    width = 0.7 + 0.0085 * SMALL * max(map(len, lines))  # inches of a legend's characters
+    height = max(size[1] * rows, 0.5 + 0.0206 * SMALL * len(lines))
     figure = Figure(figsize=(size[0] * columns + width, height), layout="constrained")
     axes = [figure.add_subplot(rows, columns, i + 1) for i in range(panels or rows * columns)]
     handles = [
@@ -286,7 +294,7 @@ def _canvas(
         else Line2D([], [], color=s["color"], linestyle=s["linestyle"], linewidth=s["linewidth"])
         for _, s in entries
     ]
-    style: dict[str, Any] = {"frameon": False, "fontsize": 8, "title_fontsize": 8, "alignment": "left"}
+    style: dict[str, Any] = {"frameon": False, "fontsize": SMALL, "title_fontsize": SMALL, "alignment": "left"}
     title = "\n".join(wrap(heading, _WRAP))
     figure.legend(handles, [text for text, _ in entries], loc="outside right upper", title=title, **style)
     return figure, axes
@@ -296,5 +304,6 @@ def _std(values: Array) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
-def _mean_std(values: Array) -> str:
-    return f"{values.mean():.4f}" + (f" ± {values.std(ddof=1):.4f}" if len(values) > 1 else "")
+def _mean_std(measure: str, values: Array) -> str:
+    """As tables show the measure, without its unit."""
+    return column_of(measure).show(summarise(values.tolist()))

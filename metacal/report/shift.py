@@ -25,7 +25,7 @@ from metacal.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from metacal.errors import require, require_choice
 from metacal.predict import predict
 from metacal.predictions import Predictions
-from metacal.report.drawing import clean
+from metacal.report.drawing import SMALL, clean, percent
 from metacal.report.tables import Cell, Column, Table, column_of, is_scaled
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Shift:
         for ax, measure in zip(figure.subplots(1, 3), MEASURED):
             self._draw(ax, measure)
         handles, labels = figure.axes[-1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8.5)
+        figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=SMALL)
         if title:
             figure.suptitle(title, fontsize=10.5)
         return figure
@@ -167,6 +167,8 @@ class Shift:
         ax.set(xlabel="severity", xticks=x, ylim=(0, 1) if measure == "accuracy" else None)
         if measure != "accuracy":
             ax.set_ylim(bottom=0)
+        if column_of(measure).percent:
+            percent(ax.yaxis)
         clean(ax, column_of(measure).title)
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from metacal.curvature import gn_sharpness, hessian_trace
 from metacal.jsonio import to_json
+from metacal.report.drawing import SMALL, percent
 from metacal.report.tables import Cell, Column, Table, column_of, summarise
 from metacal.studies.footer import NO_MARKS, footer, over_seeds
 from metacal.studies.grid import Job, Study
@@ -108,6 +109,7 @@ def _plane(optimizers: Sequence[str], numbers: Sequence[dict[str, Any]]) -> Figu
                 alpha=0.8,
             )
         ax.set(xlabel=label, ylabel="test ECE")
+        percent(ax.yaxis, *([] if log else [ax.xaxis]))
         ax.grid(alpha=0.3)
         if log:
             ax.set_xscale("symlog", linthresh=1.0)
@@ -115,5 +117,5 @@ def _plane(optimizers: Sequence[str], numbers: Sequence[dict[str, Any]]) -> Figu
         axes[1].plot([], [], "o", color=f"C{i % 10}", label=method)
     for i, optimizer in enumerate(optimizers):
         axes[1].plot([], [], markers[i % len(markers)], color="black", mfc="none", label=optimizer)
-    axes[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes[1].legend(fontsize=SMALL, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

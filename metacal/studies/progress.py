@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from metacal.report.cells import column_of, in_words
 from metacal.runs.folder import read_line
 from metacal.studies.grid import Job
 
@@ -127,7 +128,8 @@ def progress_table(states: Sequence[RunState], now: float, room: int | None = No
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold")
     table.add_column("state")
-    for name in ("epoch", *(f"val {name}" for name in SHOWN), "minutes", "left"):
+    columns = [column_of(name) for name in SHOWN]
+    for name in ("epoch", *(f"val {column.header}" for column in columns), "minutes", "left"):
         table.add_column(name, justify="right", no_wrap=True)
     for s in rows:
         left = s.left(now)
@@ -135,7 +137,7 @@ def progress_table(states: Sequence[RunState], now: float, room: int | None = No
             Text(s.job.title),
             Text(s.state, style=STYLES[s.state]),
             f"{s.epoch}/{s.job.config.epochs}" if s.epoch or s.state != "waiting" else "",
-            *(f"{s.values[name]:.4f}" if name in s.values else "" for name in SHOWN),
+            *(column.show(s.values[column.name]) if column.name in s.values else "" for column in columns),
             f"{s.seconds / 60:.1f}" if s.seconds else "",
             f"{left / 60:.1f}" if left is not None else "",
         )
@@ -202,7 +204,7 @@ class Board:
             text += f", from epoch {s.epoch}/{s.job.config.epochs}" if s.epoch else ""
         else:
             text += f" (status {s.status})" * (s.state == "failed") + f" after {s.seconds / 60:.1f} min"
-            text += "".join(f"  {name} {value:.4g}" for name, value in s.values.items())
+            text += f"  val: {in_words(s.values, SHOWN)}" if s.values else ""
         self.line(text)
 
     def refresh(self) -> None:

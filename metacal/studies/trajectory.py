@@ -18,6 +18,7 @@ from scipy import stats
 
 from metacal.errors import require
 from metacal.jsonio import to_json
+from metacal.report.drawing import SMALL, percent
 from metacal.report.tables import Cell, Column, Spread, Table
 from metacal.studies.footer import footer
 from metacal.studies.grid import Job, Study, load_series
@@ -213,8 +214,9 @@ def _phase(jobs: Sequence[Job], series: Mapping[Job, Mapping[str, Mapping[int, f
             ax.set(
                 xscale="log", xlabel="Gauss–Newton sharpness of the same images", ylabel=name, title=f"{label}: {name}"
             )
+            percent(ax.yaxis)
             ax.grid(alpha=0.3)
-            ax.legend(fontsize=7)
+            ax.legend(fontsize=SMALL)
     return figure
 
 
@@ -242,7 +244,9 @@ def _curves(jobs: Sequence[Job], series: Mapping[Job, Mapping[str, Mapping[int, 
             ax.set(xlabel="step", ylabel=name, title=f"{label}: {name}")
             if key in (SHARPNESS, HELD_OUT_SHARPNESS):
                 ax.set_yscale("log")
+            else:
+                percent(ax.yaxis)
             if key == SHARPNESS:
-                ax.legend(fontsize=7)
+                ax.legend(fontsize=SMALL)
             ax.grid(alpha=0.3)
     return figure

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from metacal.config import Config
 from metacal.config.compose import to_yaml
 from metacal.errors import RunError, note
+from metacal.report.cells import in_words
 from metacal.runs.folder import RunFolder, read_metrics
 from metacal.training import dashboards
 
@@ -236,7 +237,10 @@ class RunLog:
 
 
 class ConsoleLog:
-    """A live bar on a terminal; elsewhere about ten plain lines a run, so that a log file stays readable."""
+    """A live bar on a terminal; elsewhere about ten plain lines a run, so that a log file stays readable.
+
+    Both say how many epochs are done, and the last validation's numbers in the units of tables.
+    """
 
     def __init__(self, title: str, total_steps: int, epochs: int, enabled: bool = True) -> None:
         self._title, self._total, self._epochs, self._enabled = title, total_steps, epochs, enabled
@@ -255,7 +259,10 @@ class ConsoleLog:
                 TextColumn("{task.fields[last]}"),
                 console=self._console,
             )
-            self._task = self._bar.add_task(self._title, total=self._total, completed=step, last="")
+            done = step * self._epochs // max(1, self._total)
+            self._task = self._bar.add_task(
+                self._title, total=self._total, completed=step, last=f"steps, epoch {done}/{self._epochs}"
+            )
             self._bar.start()
         else:
             self.line(
@@ -267,12 +274,12 @@ class ConsoleLog:
             self._bar.update(self._task, completed=step)
 
     def epoch(self, epoch: int, values: Mapping[str, float], names: Sequence[str]) -> None:
-        """Show the named values after `epoch` (counted from 1)."""
-        text = "  ".join(f"{name} {values[name]:.4g}" for name in names if name in values)
+        """Show the named measures of val after `epoch` (counted from 1)."""
+        text = f"epoch {epoch}/{self._epochs}  val: {in_words(values, names)}"
         if self._bar is not None:
-            self._bar.update(self._task, last=text)
+            self._bar.update(self._task, last=f"steps, {text}")
         elif self._enabled and (epoch % max(1, round(self._epochs / 10)) == 0 or epoch == self._epochs):
-            self.line(f"{self._title}: epoch {epoch}/{self._epochs}  {text}")
+            self.line(f"{self._title}: {text}")
 
     def line(self, text: str) -> None:
         if self._enabled:

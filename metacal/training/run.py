@@ -28,6 +28,7 @@ from metacal.predict import predict
 from metacal.predictions import Predictions
 from metacal.report.report import Report
 from metacal.report.tables import methods_table
+from metacal.report.verdict import meaning
 from metacal.runs import checkpoint
 from metacal.runs.config import require_same_config
 from metacal.runs.folder import RunFolder
@@ -150,6 +151,8 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
         command = folder.read_command() or command
         _mend(folder, state)
 
+    if config.progress:
+        print(_introduced(config, data, parts, folder), flush=True)
     log = RunLog(folder.path, progress.step, state and state.get("log", state))  # older ones: beside the rest
     console = ConsoleLog(
         f"{config.method} seed {config.seed}",
@@ -177,6 +180,21 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
         console.stop()
         log.close()
     return Outcome(folder, summary, status=0)
+
+
+def _introduced(config: Config, data: Data, parts: Parts, folder: RunFolder) -> str:
+    """What is trained, on what, and where: the first lines of a run."""
+    counts = {"train": len(data.train), "meta": data.set_aside, "val": len(data.val), "test": len(data.test)}
+    shown = ", ".join(f"{count:,} {split}" for split, count in counts.items() if count)
+    kind = "samples" if data.pixel_range is None else "images"
+    sizes = _count(parts)
+    source = f" and {sizes['gamma']:,} behind the gammas" if sizes.get("gamma") else ""
+    return (
+        f"data: {data.name}, {kind}: {shown}; {data.n_classes} classes\n"
+        f"model: {config.model.name}, {sizes['backbone']:,} parameters{source}; method: {config.method}; "
+        f"device: {parts.device}\n"
+        f"run folder: {folder.path}"
+    )
 
 
 def _mend(folder: RunFolder, state: Mapping[str, Any]) -> None:
@@ -318,9 +336,14 @@ def _stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 def show_together(outcomes: Sequence[Outcome]) -> int:
-    """The table of several runs on the same test split, where their pictures lie, and how to open TensorBoard."""
+    """The table of several runs on the same test split, what it means in words, where their pictures lie, and how to
+    open TensorBoard.
+    """
     console = Console()
     console.print(methods_table({o.summary["method"]: o.summary for o in outcomes}))
+    for o in outcomes:
+        text = f"{o.summary['method']}: {meaning(o.summary)}"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
     for o in outcomes:
         fitted = " (val was its meta images too: val scores are fitted)" if o.summary.get("val_is_fitted") else ""
         console.print(f"{o.summary['method']}: {o.folder.path}{fitted}", highlight=False, soft_wrap=True)
@@ -328,5 +351,8 @@ def show_together(outcomes: Sequence[Outcome]) -> int:
     root = Path(*first.path.parts[:-2]) if len(first.path.parts) > 2 else first.path
     console.print(f"reliability diagram: {first.figures / 'reliability.png'}", highlight=False, soft_wrap=True)
     curves = shlex.join(["tensorboard", "--logdir", str(root)])
+    if len(outcomes) > 1:
+        compare = shlex.join(["metacal", "compare", str(root)])
+        console.print(f"do they differ beyond noise? {compare}", highlight=False, soft_wrap=True)
     console.print(f"curves: {curves}", highlight=False, soft_wrap=True)
     return max(o.status for o in outcomes)

@@ -42,7 +42,7 @@ def test_the_diagram_is_drawn_from_the_bins_of_the_number(tmp_path):
     count = {round(b.get_x(), 6): b.get_height() for b in below.patches}
     drawn = sum(abs(b.get_height()) * count[round(b.get_x(), 6)] for c in gaps for b in c) / len(p)
     assert drawn == pytest.approx(ece(p, n_bins=10))
-    assert f"ECE {drawn:.4f} [0.1000, 0.2000]" in above.texts[0].get_text()
+    assert f"ECE {100 * drawn:.2f} [10.00, 20.00] %" in above.texts[0].get_text()
     assert above.get_title() == "a title"
     figure.savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 5000
@@ -93,7 +93,7 @@ def test_curves_carry_each_methods_ece():
     p, q = predictions(scale=1.0), predictions(scale=4.0)
     ax = reliability_curves({"mild": p, "bold": q}, min_count=1).axes[0]
     texts = [t.get_text() for t in ax.get_legend().get_texts()]
-    assert texts == [f"mild (ECE {ece(p):.4f})", f"bold (ECE {ece(q):.4f})"]
+    assert texts == [f"mild (ECE {100 * ece(p):.2f} %)", f"bold (ECE {100 * ece(q):.2f} %)"]
     bins = reliability_bins(q)
     assert ax.lines[2].get_xdata() == pytest.approx(bins.confidence[bins.count > 0].tolist())
     with pytest.raises(InputError, match="at least one"):

@@ -361,10 +361,10 @@ def test_figures_show_the_numbers_of_the_table(result):
     assert list(figures) == ["Reliability", "Accuracy and ECE", "Risk and coverage", "Training"]
     i = index(result, "focal")
     for ax, scaling in zip(figures["Reliability"].axes, ("none", "temperature")):
-        values = result.results[scaling]["ece"][i].values
+        values = 100 * result.results[scaling]["ece"][i].values
         (text,) = [t for t in legend_of(figures["Reliability"]) if t.startswith("focal ")]
         place = 0 if scaling == "none" else 1
-        assert text.removeprefix("focal ").split(" | ")[place] == f"{values.mean():.4f} ± {values.std(ddof=1):.4f}"
+        assert text.removeprefix("focal ").split(" | ")[place] == f"{values.mean():.2f} ± {values.std(ddof=1):.2f}"
         assert ax.get_title() and ax.get_legend() is None
     # A reliability line ends within its band, which holds every seed.
     assert len(figures["Reliability"].axes[0].collections) == 2 * 3

@@ -132,7 +132,7 @@ def test_n_bins_reaches_the_measures_and_the_diagram():
     p = predictions(60)
     r = Report(p, resamples=10, measures=["ece"], n_bins=4)
     assert r.values["ece"].value == ece(p, n_bins=4) != ece(p)
-    assert f"ECE {ece(p, n_bins=4):.4f}" in r.reliability_diagram().axes[0].texts[0].get_text()
+    assert f"ECE {100 * ece(p, n_bins=4):.2f}" in r.reliability_diagram().axes[0].texts[0].get_text()
 
 
 def test_print_and_markdown_show_the_same_numbers(report):

@@ -91,10 +91,10 @@ def test_table_and_caption(tmp_path):
     write(running, val(20, 2, nll=0.1234))
     running.read(60.0)
     lines = text(progress_table(all_states, 60.0)).splitlines()
-    heads = ("run", "state", "epoch", "val nll", "val accuracy", "val ece", "minutes", "left")
+    heads = ("run", "state", "epoch", "val NLL", "val Accuracy %", "val ECE %", "minutes", "left")
     assert lines[0].split() == " ".join(heads).split()
-    assert lines[1].split() == ["seed=0", "running", "2/4", "0.1234", "0.7500", "0.1250", "1.0", "1.0"]
-    assert lines[2].split() == ["seed=1", "done", "4/4", "0.5000", "0.7500", "0.1250", "1.0"]
+    assert lines[1].split() == ["seed=0", "running", "2/4", "0.1234", "75.00", "12.50", "1.0", "1.0"]
+    assert lines[2].split() == ["seed=1", "done", "4/4", "0.5000", "75.00", "12.50", "1.0"]
     assert lines[4].split() == ["seed=3", "waiting"]
     # The running one takes 60 s more and the waiting one the mean of 60 and 120 s: 150 s on two slots.
     words = caption(all_states, 2, 60.0, 0.0)
@@ -126,7 +126,7 @@ def test_board_writes_plain_lines_without_a_terminal(tmp_path):
         board.event(all_states[0])
     lines = console.file.getvalue().splitlines()
     assert lines[1] == "seed=0: running"
-    assert lines[2] == "seed=0: failed (status 3) after 2.0 min  nll 0.5  accuracy 0.75  ece 0.125"
+    assert lines[2] == "seed=0: failed (status 3) after 2.0 min  val: NLL 0.5000  Accuracy 75.00 %  ECE 12.50 %"
     assert lines[3].startswith("run ") and lines[-1].startswith("2 runs: 1 waiting, 1 failed")
     assert "\x1b" not in console.file.getvalue()
 

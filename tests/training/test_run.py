@@ -18,6 +18,7 @@ import torch
 from reference.same_run import assert_same_run, lines, logged_events
 
 from metacal.cli import main
+from metacal.report.verdict import meaning
 
 # A net with everything that a resume must restore: BatchNorm's buffers, dropout's masks, augmentation, a gamma-net.
 WORDS = [
@@ -259,6 +260,13 @@ def test_baselines_share_splits_and_one_table(tmp_path, capsys, monkeypatch):
     for word in ("metacal", "focal", "cross_entropy", "tensorboard --logdir", "reliability.png"):
         assert word in out
     summaries = [json.loads(p.read_text()) for p in Path("runs").rglob("summary.json")]
+    for s in summaries:  # what is trained before it is trained, val's numbers as val's, and the table in words
+        sizes = s["data"] | s["parameters"]
+        aside = f", {sizes['meta']} meta" if sizes["meta"] else ""
+        assert f"data: digits, images: {sizes['train']} train{aside}, {sizes['val']} val, 359 test; 10 classes" in out
+        assert f"model: mlp, {sizes['backbone']:,} parameters" in out and f"method: {s['method']}; device: cpu" in out
+        assert f"{s['method']} seed 0: epoch 1/1  val: Accuracy " in out and "run folder: runs/default/" in out
+        assert f"{s['method']}: {meaning(s)}" in out and "beyond noise? metacal compare runs/default" in out
     assert len(summaries) == 3
     assert len({s["data"]["fingerprint"] for s in summaries}) == 1
     assert {s["data"]["train"] + s["data"]["meta"] for s in summaries} == {300}

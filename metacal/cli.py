@@ -14,7 +14,19 @@ from metacal.errors import InputError, RunError, did_you_mean, missing_package, 
 
 __all__ = ["main"]
 
-COMMANDS = ("train", "evaluate", "predict", "export", "calibrate", "compare", "sweep", "study", "curvature")
+COMMANDS = (
+    "train",
+    "show",
+    "evaluate",
+    "predict",
+    "export",
+    "calibrate",
+    "compare",
+    "sweep",
+    "study",
+    "curvature",
+    "list",
+)
 TRAINING = ("train", "sweep", "study")
 
 USAGE = """metacal: train calibrated classifiers and measure how true their confidence is.
@@ -23,6 +35,7 @@ usage: metacal COMMAND ...
 
 commands:
   train [group=name ...] [key=value ...]   train one run; -m for a grid of them; --help lists all groups and keys
+  show RUN ...                             what a run is, where it stands, its scores and files, how to go on
   evaluate RUN ... | FILE.npz ... [--json] measure runs (from their checkpoint) or saved predictions
   evaluate RUN ... --ensemble | RUN --shift  the mean of several runs' probabilities; a run on corrupted images
   predict RUN IMAGES/|FILE.npz --out FILE  calibrated probabilities of new inputs, as .npz or .csv
@@ -32,6 +45,7 @@ commands:
   sweep key=a,b,c ... [jobs=N]             a grid of runs on this machine, several at a time
   study NAME [variant=...] [key=value ...] run what a study's grid misses and write its report
   curvature RUN                            sharpness and traces of every checkpoint of a run
+  list KIND                                methods, models, optimizers, data, studies or measures, with a line each
 
 options:
   -h, --help     this text; `metacal COMMAND --help` tells more

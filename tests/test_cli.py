@@ -12,12 +12,13 @@ from metacal.cli import main
 
 def test_help_and_import_need_no_torch():
     code = (
-        "import sys; from metacal.cli import main; main(['--help']); import metacal; metacal.InputError;"
+        "import sys; from metacal.cli import main; main(['--help']); main(['list', 'methods']);"
+        "import metacal; metacal.InputError;"
         "sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "metacal train" in done.stdout
+    assert "metacal train" in done.stdout and "Plain cross-entropy." in done.stdout
 
 
 def test_too_little_memory_to_import_is_one_line():
@@ -63,6 +64,8 @@ def test_train_help_lists_groups_and_keys(capsys):
         (["train", "device=tpu"], "device 'tpu' cannot be used"),
         (["train", "data=npz"], "data.path"),
         (["train", "model.width=3"], "width"),
+        (["list", "method"], "(did you mean 'methods'?)"),
+        (["show", "nowhere"], "run folder nowhere does not exist"),
         (["evaluate"], "required"),
         (["evaluate", "nowhere"], "nowhere does not exist"),
         (["evaluate", "."], "is no run folder"),

@@ -12,6 +12,7 @@ ROOT = Path(metacal.__file__).parent
 MAY_IMPORT = {
     "errors": "",
     "names": "",
+    "configs": "",  # the YAML files, which lie beside the package in the checkout
     # what everything stands on: numbers with labels, options, files, one way to run a network
     "files": "errors",
     "jsonio": "errors",
@@ -39,7 +40,8 @@ MAY_IMPORT = {
     "bilevel": "autodiff calibration errors gamma mixing network objective optim",
     "monitors": "calibration curvature errors margins models modes options pixels predict predictions",
     # runs
-    "config": "bilevel calibration data errors gamma losses models monitors names objective optim options penalties",
+    "config": "bilevel calibration configs data errors gamma losses models monitors names objective optim options "
+    "penalties",
     "runs": "config errors files jsonio predictions",
     "report": "calibration data errors names network predict predictions runs",
     "export": "data errors files network",
@@ -48,7 +50,7 @@ MAY_IMPORT = {
     "monitors names network objective optim options pixels predict predictions report runs",
     "sklearn": "errors models names training",
     "studies": "calibration config curvature data errors jsonio names predict predictions report runs training",
-    "commands": "calibration config curvature data deploy errors export files jsonio models monitors posterior "
+    "commands": "calibration config configs curvature data deploy errors export files jsonio models monitors posterior "
     "predict predictions report runs studies training",
     "cli": "commands errors",
 }

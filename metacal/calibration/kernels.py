@@ -47,7 +47,7 @@ def skce(p: Predictions) -> float:
 
 @takes_arrays
 def smooth_ece(p: Predictions, mesh: int = 200) -> float:
-    """Smooth calibration error smECE: smECE_σ at the bandwidth where σ = smECE_σ, which is
+    """Smooth calibration error smECE: smECE_σ at the bandwidth where σ = smECE_σ.
 
         smECE_σ = ∫_0^1 |1/N Σ_i (c_i - a_i) G_σ(t, c_i)| dt,   G_σ the Gaussian reflected at 0 and 1.
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.resources
 from collections.abc import Sequence
-from pathlib import Path
 
 from metacal.config.files import require_plain
 from metacal.config.schema import keys, sections
+from metacal.configs import config_dir
 from metacal.errors import InputError, did_you_mean, require
 
 __all__ = ["TORCHVISION", "check_flags", "check_words", "config_dir", "groups", "key_of", "nearest_key"]
 
 TORCHVISION = "torchvision/"
 """Start of the choices of the group `model` that have no file."""
-
-
-def config_dir() -> Path:
-    """The folder of the YAML groups, in the checkout or in the installed wheel."""
-    return Path(str(importlib.resources.files("metacal.configs")))
 
 
 @functools.cache

@@ -14,11 +14,12 @@ __all__ = ["Cell", "Column", "Range", "Spread", "central", "column_of", "in_word
 
 
 class Range(NamedTuple):
-    """A value with its interval, shown as `value [low, high]`."""
+    """A value with its interval, shown as `value [low, high]`, and after it what is said of it, such as `↑ worse`."""
 
     value: float
     low: float
     high: float
+    said: str = ""
 
 
 class Spread(NamedTuple):
@@ -62,7 +63,8 @@ class Column:
         if isinstance(cell, Range):
             if math.isnan(cell.low) or math.isnan(cell.high):
                 return self._number(cell.value)
-            return f"{self._number(cell.value)} [{self._number(cell.low)}, {self._number(cell.high)}]"
+            text = f"{self._number(cell.value)} [{self._number(cell.low)}, {self._number(cell.high)}]"
+            return f"{text} {cell.said}" if cell.said else text
         if isinstance(cell, Spread):
             mean = self._number(cell.mean)
             return mean if math.isnan(cell.std) else f"{mean} {times} {self._number(cell.std)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from metacal.errors import require, require_choice
 from metacal.report import caveats
 from metacal.report.significance import Difference, Sampled
 from metacal.report.tables import Cell, Column, Range, Table, budgets, central, column_of, summarise
-from metacal.report.verdict import verdict
+from metacal.report.verdict import arrow, verdict
 from metacal.runs.record import Group, LeftOut
 from metacal.runs.settings import equal_settings, name_first, show_value
 
@@ -124,7 +125,7 @@ class RunComparison:
         )
 
     def difference_table(self) -> Table:
-        """Each group minus the baseline, with intervals; significant differences are marked.
+        """Each group minus the baseline, with intervals; of significant differences it says which way and how good.
 
         Raises:
             InputError: without a baseline.
@@ -136,33 +137,37 @@ class RunComparison:
         first = len(columns)
         columns += [column_of(name) for name in self.measures]
         rows: list[tuple[str, list[Cell]]] = []
-        marked: set[tuple[int, int]] = set()
         some_untested = False
         for scaling in self.scalings:
             for i in (i for i in self.order[scaling] if i != self.baseline):
                 g = self.groups[i]
                 cells: list[Cell] = [scaling]
                 cells += [show_value(g.differs[key]) if key in g.differs else None for key in keys]
-                for j, name in enumerate(self.measures, first):
+                for name in self.measures:
                     judged = self.against_baseline[scaling][name][i]
                     assert judged is not None
-                    cell = Range(judged.test.difference, judged.test.low, judged.test.high)
+                    said = arrow(name, judged.test.difference) if judged.adjusted < self.alpha else ""
+                    cell = Range(judged.test.difference, judged.test.low, judged.test.high, said)
                     untested = math.isnan(judged.adjusted)
                     cells.append(column_of(name).show(cell) + UNTESTED if untested else cell)
                     some_untested |= untested
-                    if judged.adjusted < self.alpha:
-                        marked.add((len(rows), j))
                 rows.append((g.method, cells))
         level = f"{(1 - self.alpha) * 100:g} %"
         notes = [
             f"Method minus {self.groups[self.baseline].label}, with {level} intervals (each for itself, unadjusted).",
-            f"Marked: differs from it at {self.alpha * 100:g} %, Holm-adjusted over the "
-            f"{len(self.groups) - 1} comparisons of a column and scaling.",
+            f"↑, ↓ with better or worse: differs from it at {self.alpha * 100:g} %, Holm-adjusted over the "
+            f"{len(self.groups) - 1} comparisons of a column and scaling; without them: not beyond noise.",
         ]
         notes += [UNTESTED_NOTE] if some_untested else []
         title = f"Differences from {self.groups[self.baseline].label}, {self.split} split"
-        mark = f"differs from the baseline at {self.alpha * 100:g} % (Holm)"
-        return Table(columns, rows, "method", title, notes, marked=frozenset(marked), mark_note=mark, lead=first)
+        return Table(columns, rows, "method", title, notes, marked=frozenset(), lead=first)
+
+    def to_frame(self) -> Any:
+        """`table(csv=True)` as a pandas DataFrame: fractions, marks, p-values and where the numbers come from."""
+        return self.table(csv=True).to_frame()
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(verdict(self))}</p>" + self.table("folders")._repr_html_()
 
     def is_among_best(self, scaling: str, name: str, i: int) -> bool:
         """Whether group i is the best, or does not differ from it significantly (then its p-value is known)."""

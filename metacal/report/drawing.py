@@ -16,9 +16,23 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "INK", "SMALL", "canvas", "clean", "diagonal", "percent", "reliability_axes", "reliability_line"]
+__all__ = [
+    "COLORS",
+    "FEW",
+    "INK",
+    "SMALL",
+    "canvas",
+    "clean",
+    "diagonal",
+    "faint",
+    "faint_bins",
+    "percent",
+    "reliability_axes",
+    "reliability_line",
+]
 
 INK = "#333333"
+FEW = 10  # samples in a bin, below which its accuracy says little: it is drawn faintly
 SMALL = 8.0  # points of the least type: 11 pixels at the 100 dots an inch that TensorBoard gets
 COLORS = (
     "#4878a8",
@@ -66,6 +80,20 @@ def percent(*axes: Axis) -> None:
 def diagonal(ax: Axes) -> None:
     """Where confidence is true."""
     ax.plot([0, 1], [0, 1], color=INK, linestyle="--", linewidth=1, zorder=4)
+
+
+def faint(color: str) -> str:
+    """The colour mixed with as much white, for what rests on few samples."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    return to_hex([0.5 * part + 0.5 for part in to_rgb(color)])
+
+
+def faint_bins(ax: Axes, x: Array, y: Array, counts: Array, color: str) -> None:
+    """Bins of few samples, which are no part of a line: their counts, written faintly where their points would be."""
+    for at_x, at_y, count in zip(x.tolist(), y.tolist(), counts.tolist()):
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL, "clip_on": True, "zorder": 2}
+        ax.text(at_x, at_y, f"{count:.0f}", color=faint(color), **style)
 
 
 def reliability_axes(ax: Axes, title: str = "") -> None:

@@ -19,11 +19,14 @@ from metacal.predictions import Predictions
 from metacal.report.cells import Range, column_of
 from metacal.report.drawing import (
     COLORS,
+    FEW,
     INK,
     SMALL,
     canvas,
     clean,
     diagonal,
+    faint,
+    faint_bins,
     percent,
     reliability_axes,
     reliability_line,
@@ -130,13 +133,14 @@ def reliability_curves(
     n_bins: int = 15,
     ax: Axes | None = None,
     level: float = 0.95,
-    min_count: int = 10,
+    min_count: int = FEW,
     title: str = "",
 ) -> Figure:
     """Reliability of several methods in one plot: a point for each bin at (mean confidence, accuracy).
 
     Points have an area that grows with the bin's share of the samples, and a band of Wilson's interval around
-    them. Bins of fewer than `min_count` samples are left out of the drawing, not of the ECE in the legend.
+    them. A bin of fewer than `min_count` samples is no point of the line: its count stands there, faintly. It counts
+    in the ECE of the legend.
     """
     require(len(methods) > 0, "methods must hold at least one set of predictions, got none")
     figure, ax = canvas(ax, (5.0, 5.0))
@@ -148,6 +152,8 @@ def reliability_curves(
         x, y, share = (t.cpu().numpy()[shown] for t in (bins.confidence, bins.accuracy, bins.count / len(p)))
         low, high = (t.cpu().numpy()[shown] for t in wilson_interval(bins.correct, bins.count, level))
         style = {"color": COLORS[i % len(COLORS)], "linewidth": 1.5, "zorder": 3}
+        thin = ((bins.count > 0) & (bins.count < min_count)).cpu().numpy()
+        faint_bins(ax, *(t.cpu().numpy()[thin] for t in (bins.confidence, bins.accuracy, bins.count)), style["color"])
         reliability_line(ax, x, y, style, f"{name} ({column_of('ece').in_words(error)})", share, (low, high))
     ax.legend(frameon=False, fontsize=SMALL, loc="upper left")
     return figure
@@ -210,14 +216,20 @@ def _draw_gaps(ax: Axes, bins: Bins, level: float) -> None:
     accuracy, confidence = bins.accuracy.cpu().numpy()[full], bins.confidence.cpu().numpy()[full]
     low, high = (t.cpu().numpy()[full] for t in wilson_interval(bins.correct, bins.count, level))
     edge: dict[str, Any] = {"align": "edge", "linewidth": 0.8}
-    ax.bar(left, accuracy, width, color=_ACCURACY, edgecolor="white", label="accuracy", **edge)
+    thin = (bins.count < FEW).cpu().numpy()[full]
+
+    def shades(color: str, of: np.ndarray) -> list[str]:
+        return [faint(color) if few else color for few in of]
+
+    ax.bar(left, accuracy, width, color=shades(_ACCURACY, thin), edgecolor="white", label="accuracy", **edge)
     for sign, color, pale, label in ((1, _OVER, "#f5dcdd", "overconfident"), (-1, _UNDER, "#fbecd3", "underconfident")):
         side = (confidence - accuracy) * sign > 0
         if side.any():  # opaque: where accuracy is the higher one, the gap covers the top of its bar
-            style: dict[str, Any] = {"facecolor": pale, "edgecolor": color, "hatch": "////", "label": f"gap, {label}"}
+            style: dict[str, Any] = {"facecolor": pale, "edgecolor": shades(color, thin[side]), "hatch": "////"}
+            style["label"] = f"gap, {label}"
             gap = (confidence - accuracy)[side]
             ax.bar(left[side], gap, width[side], bottom=accuracy[side], **style, **edge)
-    ax.hlines(accuracy, left, left + width, color="#1f3f66", linewidth=2, zorder=3)
+    ax.hlines(accuracy, left, left + width, color=shades("#1f3f66", thin), linewidth=2, zorder=3)
     whiskers = np.maximum([accuracy - low, high - accuracy], 0)
     style = {"fmt": "none", "ecolor": INK, "elinewidth": 1, "capsize": 2, "zorder": 5}
     ax.errorbar(left + width / 2, accuracy, whiskers, label=f"{level * 100:g} % interval", **style)

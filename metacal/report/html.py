@@ -5,11 +5,15 @@ from __future__ import annotations
 import base64
 import io
 import math
+import time
 from html import escape
 from typing import TYPE_CHECKING
 
+from metacal import __version__
 from metacal.report.comparison import RunComparison
+from metacal.report.drawing import FEW
 from metacal.report.judge import load_predictions
+from metacal.report.markup import notes_html, table_html
 from metacal.report.run_figures import (
     accuracy_ece_plane,
     curves_of,
@@ -18,6 +22,7 @@ from metacal.report.run_figures import (
     training_curves,
 )
 from metacal.report.tables import Table, column_of
+from metacal.report.verdict import heading, verdict
 from metacal.runs.settings import equal_settings, show_value
 
 if TYPE_CHECKING:
@@ -31,63 +36,77 @@ _BEST_IN_COLOUR = 5
 _KNOWN = ("cross_entropy", "focal", "gamma_net", "metacal")
 
 _STYLE = """
-:root { --ink: #222; --pale: #667; --line: #d9dce1; --back: #fff; --mark: #eef4fb; }
+:root { --ink: #222; --pale: #5b6070; --line: #d9dce1; --back: #fff; --mark: #e3effa; --link: #1f5f99; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #dde; --pale: #99a; --line: #3a3e46; --back: #16181c; --mark: #22303f; }
+  :root { --ink: #dde; --pale: #a3a8b6; --line: #3a3e46; --back: #16181c; --mark: #22405c; --link: #8cc1f0; }
   img { filter: invert(0.9) hue-rotate(180deg); }
 }
+* { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 2rem auto;
-  max-width: 78rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+  max-width: 78rem; padding: 0 1rem; overflow-wrap: break-word; }
+h1 { font-size: 1.5rem; line-height: 1.3; margin-bottom: .3rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+a { color: var(--link); } nav ul { padding-left: 1.2rem; } :focus-visible { outline: 2px solid var(--link); }
+.verdict { font-size: 1.05rem; border-left: 4px solid var(--link); padding: .3rem .8rem; max-width: 62rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
+table { border-collapse: separate; border-spacing: 0; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .65rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { border-bottom: 2px solid var(--line); cursor: pointer; vertical-align: bottom; }
+th { border-bottom: 2px solid var(--line); vertical-align: bottom; }
+th button { all: unset; cursor: pointer; font-weight: 700; }
+th button:focus-visible { outline: 2px solid var(--link); }
+th[aria-sort=ascending] button::after { content: " \\25B4"; }
+th[aria-sort=descending] button::after { content: " \\25BE"; }
 th.name, td.name { text-align: left; }
-td.best { font-weight: 700; background: var(--mark); }
-.note, figcaption { color: var(--pale); font-size: 13px; margin: .35rem 0; max-width: 62rem; }
-figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
+th:first-child, td:first-child { position: sticky; left: 0; z-index: 1; background: var(--back);
+  max-width: 16rem; white-space: normal; border-right: 1px solid var(--line); }
+td.best { background: var(--mark); }
+.note, figcaption, details { color: var(--pale); font-size: 13px; margin: .35rem 0; max-width: 62rem; }
+summary { cursor: pointer; } figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
 code { font-size: 12px; overflow-wrap: anywhere; }
+@media (max-width: 40rem) {
+  th:first-child, td:first-child { max-width: 8rem; }
+  img { max-width: none; width: 46rem; }
+}
 """
 
-# Sorting by a click on a header: numbers as numbers ("35.2 ± 0.4" by its first), the rest as text.
+# Sorting by a header's button: numbers as numbers ("35.2 ± 0.4" by its first), before text, and dashes last.
 _SCRIPT = """
-document.querySelectorAll("table").forEach(table => table.querySelectorAll("th").forEach((th, i) =>
-  th.addEventListener("click", () => {
-    const up = th.dataset.up = th.dataset.up === "1" ? "0" : "1";
-    const key = row => { const t = row.cells[i].textContent, n = parseFloat(t); return isNaN(n) ? t : n; };
-    [...table.tBodies[0].rows].sort((a, b) => { const x = key(a), y = key(b);
-      return (x > y ? 1 : x < y ? -1 : 0) * (up === "1" ? 1 : -1); }).forEach(r => table.tBodies[0].append(r));
-  })));
+document.querySelectorAll("table").forEach(table => {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((th, i) => th.querySelector("button").addEventListener("click", () => {
+    const way = th.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending";
+    heads.forEach(other => other.removeAttribute("aria-sort"));
+    th.setAttribute("aria-sort", way);
+    const sign = way === "ascending" ? 1 : -1;
+    const compare = (r, s) => { const a = r.cells[i].textContent, b = s.cells[i].textContent;
+      const x = parseFloat(a), y = parseFloat(b);
+      if (isNaN(x) !== isNaN(y)) return isNaN(x) ? 1 : -1;
+      return sign * (isNaN(x) ? a.localeCompare(b) : x - y); };
+    [...table.tBodies[0].rows].sort(compare).forEach(row => table.tBodies[0].append(row));
+  }));
+});
 """
 
+_MARKS = "Blue and bold: the best of its column and scaling, and all that do not differ from it beyond noise."
 
-def comparison_page(result: RunComparison, title: str = "metacal compare", command: str = "") -> str:
+
+def comparison_page(result: RunComparison, title: str = "", command: str = "") -> str:
     """The page as text.
 
-    It holds the table of `result.table()`, the differences from the baseline if there is one, the figures of
-    `figures_of`, and a table of the runs with seeds, folders, commands and versions.
+    It begins with what was compared, when, and the verdict in one sentence, then has contents, the table of
+    `result.table()`, the differences from the baseline if there is one, the figures of `figures_of`, and a table of the
+    runs with seeds, folders, commands and versions. `title` replaces what was compared.
     """
-    table = result.table(origins="none")
+    title = title or heading(result)
+    said, sections = verdict(result), _sections(result)
+    made = f"Made {time.strftime('%Y-%m-%d %H:%M')} by metacal {__version__}"
+    links = "".join(f'<li><a href="#part{i}">{escape(name)}</a></li>' for i, (name, _) in enumerate(sections))
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<h2>{escape(table.title)}</h2>",
-        _table_html(table),
-        _equal_html(result),
+        f'<p class="note">{escape(result.notes()[0])} {made}{f": {_code(command)}" if command else "."}</p>',
+        f'<p class="verdict">{escape(said)}</p>' if said else "",
+        f'<nav aria-label="Contents"><ul>{links}</ul></nav>',
+        *(f'<h2 id="part{i}">{escape(name)}</h2>\n{text}' for i, (name, text) in enumerate(sections)),
     ]
-    if result.baseline is not None:
-        differences = result.difference_table()
-        parts += [f"<h2>{escape(differences.title)}</h2>", _table_html(differences)]
-    for name, caption, figure in figures_of(result):
-        image = _png(figure)
-        parts.append(
-            f'<h2>{escape(name)}</h2><figure><img alt="{escape(name)}: {escape(caption)}" '
-            f'src="data:image/png;base64,{image}"><figcaption>{escape(caption)}</figcaption></figure>'
-        )
-    runs = result.runs_table()
-    parts += [f"<h2>{escape(runs.title)}</h2>", _table_html(runs)]
-    if command:
-        parts.append(f'<p class="note">This page: <code>{escape(command)}</code></p>')
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -95,6 +114,38 @@ def comparison_page(result: RunComparison, title: str = "metacal compare", comma
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
+
+
+def _sections(result: RunComparison) -> list[tuple[str, str]]:
+    """(heading, HTML) of each part of the page."""
+    table, warnings = result.table(origins="none"), result.warnings()
+    folded = notes_html([note for note in result.notes()[1:] if note not in warnings])
+    marks = [_MARKS] if table.marked else []
+    equal = equal_settings(result.groups, main=False)
+    settings = "<br>".join(_code(f"{key}={show_value(value)}") for key, value in equal.items())
+    text = _scrolling(table) + notes_html([*marks, *warnings]) + _folded("How it was measured and tested", folded)
+    sections = [(table.title, text + _folded(f"All {len(equal)} settings that are equal", settings))]
+    if result.baseline is not None:
+        differences = result.difference_table()
+        sections.append((differences.title, _scrolling(differences) + notes_html(list(differences.notes))))
+    for name, caption, figure in figures_of(result):
+        image = f'<img alt="{escape(name)}: {escape(caption)}" src="data:image/png;base64,{_png(figure)}">'
+        shown = f'<div class="scroll" tabindex="0">{image}</div><figcaption>{escape(caption)}</figcaption>'
+        sections.append((name, f"<figure>{shown}</figure>"))
+    runs = result.runs_table()
+    return [*sections, (runs.title, _scrolling(runs))]
+
+
+def _scrolling(table: Table) -> str:
+    return f'<div class="scroll" tabindex="0">{table_html(table, sortable=True)}</div>'
+
+
+def _folded(summary: str, text: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{text}</details>"
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
 
 
 def figures_of(result: RunComparison) -> list[tuple[str, str, Figure]]:
@@ -113,7 +164,8 @@ def figures_of(result: RunComparison) -> list[tuple[str, str, Figure]]:
     figures = [
         (
             "Reliability",
-            f"Accuracy against confidence in {result.n_bins} bins, {where}. {bands} Below the diagonal: overconfident.",
+            f"Accuracy against confidence in {result.n_bins} bins, {where}. {bands} Below the diagonal: overconfident. "
+            f"Pale numbers are bins of fewer than {FEW} samples, with their counts.",
             overlaid_reliability({titles[s]: p for s, p in predictions.items()}, result.n_bins, highlight=shown),
         )
     ]
@@ -171,32 +223,6 @@ def _highlighted(result: RunComparison) -> tuple[set[str] | None, str]:
     base = "" if result.baseline is None else "the baseline"
     who = ", ".join(filter(None, [best, base, f"and one group each of {', '.join(_KNOWN)}"]))
     return {result.groups[i].short for i in chosen}, f" In colour: {who}; grey: all others."
-
-
-def _table_html(table: Table) -> str:
-    header, *rows = table.grid()
-    names = table.lead
-    head = "".join(f"<th{_left(i, names)}>{escape(text)}</th>" for i, (text, _) in enumerate(header))
-    body = []
-    for row in rows:
-        cells = (
-            f'<td class="{"name" if i <= names else ""}{" best" if best else ""}">{escape(text)}</td>'
-            for i, (text, best) in enumerate(row)
-        )
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    lines = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)
-    table_text = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    return f'<div class="scroll">{table_text}</div>{lines}'
-
-
-def _equal_html(result: RunComparison) -> str:
-    equal = equal_settings(result.groups, main=False)
-    lines = "<br>".join(f"<code>{escape(key)}={escape(show_value(value))}</code>" for key, value in equal.items())
-    return f'<details class="note"><summary>All {len(equal)} settings that are equal</summary>{lines}</details>'
-
-
-def _left(i: int, names: int) -> str:
-    return ' class="name"' if i <= names else ""
 
 
 def _png(figure: Figure) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +26,12 @@ from metacal.names import MeasureName
 from metacal.predict import Data, predict
 from metacal.predictions import Predictions
 from metacal.report.figures import reliability_diagram
-from metacal.report.tables import Cell, Column, Table, column_of
+from metacal.report.tables import Cell, Column, Range, Table, column_of
+from metacal.report.verdict import meaning
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 __all__ = ["Report", "evaluate", "predict"]
 
@@ -154,6 +157,26 @@ class Report:
 
     def __str__(self) -> str:
         return self.table().render("text")
+
+    def to_frame(self) -> DataFrame:
+        """The measures as a pandas DataFrame: rows by name, with `title`, `value`, `low`, `high` (fractions, nats), and
+        with `val` `scaled`, `scaled_low`, `scaled_high`.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        columns = [Column("title"), Column("value"), *([] if self.scaled is None else [Column("scaled")])]
+        rows: list[tuple[str, list[Cell]]] = []
+        for name in self.values:
+            intervals = [values[name] for values in (self.values, self.scaled) if values is not None]
+            cells = [i.value if math.isnan(i.low) else Range(i.value, i.low, i.high) for i in intervals]
+            rows.append((name, [column_of(name).title, *cells]))
+        frame = Table(columns, rows, "measure").to_frame()
+        return frame.rename(columns={"value_low": "low", "value_high": "high"})
+
+    def _repr_html_(self) -> str:
+        said = meaning(self.to_dict(), self.split)
+        return self.table()._repr_html_() + (f"<p>{escape(said)}</p>" if said else "")
 
     def __rich__(self) -> Table:
         return self.table()

@@ -19,7 +19,7 @@ from metacal.calibration.binning import reliability_bins
 from metacal.errors import require
 from metacal.predictions import Predictions
 from metacal.report.cells import column_of, summarise
-from metacal.report.drawing import COLORS, SMALL, clean, percent, reliability_axes, reliability_line
+from metacal.report.drawing import COLORS, FEW, SMALL, clean, faint_bins, percent, reliability_axes, reliability_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ Array = NDArray[np.float64]
 def overlaid_reliability(
     panels: Mapping[str, Mapping[str, Sequence[Predictions]]],
     n_bins: int = 15,
-    min_share: float = 0.003,
+    few: int = FEW,
     highlight: Collection[str] | None = None,
 ) -> Figure:
     """Reliability of every group in one plot a panel (such as before and after scaling).
@@ -60,7 +60,8 @@ def overlaid_reliability(
             band reaches from the lowest to the highest seed. The ECE in the legend is the mean ± standard deviation
             of the seeds' ECE, from these very bins, of each panel.
         n_bins: of equal width.
-        min_share: bins with a smaller share of a group's samples are not drawn; they count in the ECE.
+        few: a bin with fewer samples of a seed, on average, is no point of the line: its number of samples stands
+            there, faintly, for groups in colour. It counts in the ECE.
         highlight: the groups in colour; None: all.
     """
     require(len(panels) > 0 and all(len(groups) > 0 for groups in panels.values()), "panels must hold predictions")
@@ -86,7 +87,7 @@ def overlaid_reliability(
         ax.set_anchor("N")
     for title, label, count, correct, confidence in points:
         style = styles[label]
-        shown = count.sum(0) >= max(1.0, min_share * count.sum())
+        shown = count.mean(0) >= few
         total = count.sum(0)[shown]
         band = None
         if len(count) > 1 and _in_colour(style):
@@ -95,6 +96,11 @@ def overlaid_reliability(
         share = total / count.sum() if _in_colour(style) else None
         x, y = confidence.sum(0)[shown] / total, correct.sum(0)[shown] / total
         reliability_line(at[title], x, y, style, label, share, band)
+        if _in_colour(style):
+            thin = ~shown & (count.sum(0) > 0)
+            total = count.sum(0)[thin]
+            x, y = confidence.sum(0)[thin] / total, correct.sum(0)[thin] / total
+            faint_bins(at[title], x, y, count.mean(0)[thin], style["color"])
     return figure
 
 

@@ -14,12 +14,14 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from metacal.calibration import MEASURES
 from metacal.errors import InputError, require
 from metacal.names import MeasureName
 from metacal.report.cells import Cell, Column, Range, Spread, central, column_of, is_scaled, summarise
+from metacal.report.markup import notes_html, table_html
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -152,6 +154,25 @@ class Table:
             if value == choose(known.values())
         }
 
+    def to_frame(self) -> Any:
+        """The rows as a pandas DataFrame with the columns of CSV: fractions, and `_low`, `_high`, `_std` beside them.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise InputError("to_frame needs pandas, which is not installed here: pip install pandas") from None
+        names, rows = self._numbers()
+        index = pandas.Index([row[0] for row in rows], name=names[0])
+        return pandas.DataFrame([row[1:] for row in rows], index, names[1:])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        title = f"<p><b>{escape(self.title)}</b></p>" if self.title else ""
+        return title + table_html(self) + notes_html(list(self.notes))
+
     def _text(self) -> str:
         marked = self.grid()
         # A column with a mark keeps a place for it in every row, so that the numbers stay aligned.
@@ -193,16 +214,24 @@ class Table:
         return "\n".join([*lines, *(f"% {note}" for note in self.notes)])
 
     def _csv(self) -> str:
-        """One column for each number: `ece`, and `ece_low`, `ece_high` or `ece_std` where cells have them."""
-        parts = [_parts(cells[i] for _, cells in self.rows) for i in range(len(self.columns))]
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        names = [c.name + suffix for c, suffixes in zip(self.columns, parts) for suffix in suffixes]
-        writer.writerow([inert(self.corner or "name"), *map(inert, names)])
-        for name, cells in self.rows:
-            numbers = [_part(cell, s) for cell, suffixes in zip(cells, parts) for s in suffixes]
-            writer.writerow([inert(name), *("" if x is None else inert(x) for x in numbers)])
+        names, rows = self._numbers()
+        for row in [names, *rows]:
+            writer.writerow(["" if x is None else inert(x) for x in row])
         return out.getvalue()
+
+    def _numbers(self) -> tuple[list[str], list[list[Any]]]:
+        """Header and rows with one column for each number: `ece`, and `ece_low`, `ece_high` or `ece_std` where cells
+        have them.
+        """
+        parts = [_parts(cells[i] for _, cells in self.rows) for i in range(len(self.columns))]
+        names = [c.name + suffix for c, suffixes in zip(self.columns, parts) for suffix in suffixes]
+        rows = [
+            [name, *(_part(cell, s) for cell, suffixes in zip(cells, parts) for s in suffixes)]
+            for name, cells in self.rows
+        ]
+        return [self.corner or "name", *names], rows
 
 
 def inert(cell: Any) -> Any:
@@ -334,4 +363,5 @@ def _latex_text(text: str) -> str:
             text = text.replace("\\pm", "\0").replace("\\", "\1")
         else:
             text = text.replace(plain, escaped)
-    return text.replace("\1", r"\textbackslash{}").replace("\0", r"$\pm$").replace("–", "--")
+    text = text.replace("\1", r"\textbackslash{}").replace("\0", r"$\pm$").replace("–", "--")
+    return text.replace("↑", r"$\uparrow$").replace("↓", r"$\downarrow$")

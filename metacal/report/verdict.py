@@ -12,7 +12,7 @@ from metacal.report.cells import column_of
 if TYPE_CHECKING:
     from metacal.report.comparison import Judged, RunComparison
 
-__all__ = ["direction", "meaning", "verdict"]
+__all__ = ["arrow", "direction", "heading", "meaning", "verdict"]
 
 _NAMED = 4  # methods that a sentence names, before "and 9 more"
 
@@ -58,6 +58,17 @@ def direction(name: str, difference: float) -> str:
     if best is None or not abs(difference) > 0:
         return ""
     return "better" if (difference < 0) == (best == "min") else "worse"
+
+
+def arrow(name: str, difference: float) -> str:
+    """A difference from a reference as `↑ worse`, `↓ better`, and for measures with no best `↑ differs`."""
+    return f"{'↑' if difference > 0 else '↓'} {direction(name, difference) or 'differs'}"
+
+
+def heading(result: RunComparison) -> str:
+    """What is compared, and on what data: `brier, focal and 3 more on digits`."""
+    data = sorted({str(g.config["data.name"]) for g in result.groups if g.config.get("data.name")})
+    return _named([g.short for g in result.groups]) + (f" on {_named(data)}" if data else "")
 
 
 def verdict(result: RunComparison) -> str:

@@ -29,6 +29,7 @@ from metacal.report.run_figures import (
     training_curves,
 )
 from metacal.report.significance import difference, moderated
+from metacal.report.verdict import verdict
 from metacal.runs.record import find_runs, group_runs, load_runs
 
 METHODS = {"cross_entropy": 3.0, "focal": 1.0, "brier": 1.05}  # sharpness of the logits: 1 is calibrated
@@ -340,10 +341,15 @@ def test_page_is_self_contained_and_says_what_the_table_says(result):
     page = comparison_page(result, "a < b", "metacal compare 'runs'")
     assert "a &lt; b" in page and "metacal compare &#x27;runs&#x27;" in page
     assert page.count("data:image/png;base64,") == 4
-    assert not re.search(r'(?:src|href)="(?!data:)|https?://|@import|url\(', page)
+    assert not re.search(r'(?:src|href)="(?!data:|#part)|https?://|@import|url\(', page)
     for row in result.table("none").grid():
         assert all(f">{text.replace('>', '&gt;')}<" in page for text, _ in row)
-    assert page.count('class=" best"') == len(result.table().marked) + len(result.difference_table().marked)
+    assert page.count(' best"><b>') == len(result.table().marked)  # bold and blue mean one thing
+    assert not result.difference_table().marked and verdict(result) in page and verdict(result) in result._repr_html_()
+    parts = re.findall(r'<h2 id="(part\d+)">', page)
+    assert parts == re.findall(r'<a href="#(part\d+)">', page) and len(parts) == 7
+    said = {word for row in result.difference_table().grid()[1:] for text, _ in row for word in text.split()[-1:]}
+    assert {"better", "worse"} & said
     for g in result.groups:
         assert all(str(run.path) in page and run.summary["command"] in page for run in g.runs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from metacal.calibration.scaling import TemperatureScaling
 from metacal.errors import InputError
 from metacal.predictions import Predictions
 from metacal.report import Report, evaluate, predict
+from metacal.report.verdict import meaning
 
 
 def predictions(n: int = 400, scale: float = 2.0, seed: int = 0, k: int = 4) -> Predictions:
@@ -170,3 +172,22 @@ def test_evaluate_is_predict_and_report():
 def test_bad_options_are_named(keys, message):
     with pytest.raises(InputError, match=message):
         Report(predictions(20), **keys)
+
+
+def test_a_notebook_gets_html_and_a_frame(monkeypatch):
+    p, r = predictions(200), Report(predictions(200), predictions(200, seed=1), resamples=8)
+    page = r._repr_html_()
+    assert page.count("<tr>") == 1 + len(MEASURES) and f"<p>{meaning(r.to_dict()).replace('&', '&amp;')}</p>" in page
+    assert "<td" in page and ">ECE %<" in page and r.table().title in page
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(InputError, match="to_frame needs pandas, which is not installed here: pip install pandas"):
+        r.to_frame()
+    monkeypatch.undo()
+    pytest.importorskip("pandas")
+    frame = r.to_frame()
+    assert list(frame.index) == list(MEASURES) and frame.index.name == "measure"
+    assert list(frame.columns) == ["title", "value", "low", "high", "scaled", "scaled_low", "scaled_high"]
+    for name, interval in r.values.items():
+        assert tuple(frame.loc[name, ["low", "value", "high"]]) == tuple(interval)
+        assert r.scaled is not None and frame.loc[name, "scaled"] == r.scaled[name].value
+    assert "low" not in Report(p, resamples=0).to_frame()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metacal.commands.words import Parser
-from metacal.errors import require
+from metacal.errors import require, require_packages
 from metacal.jsonio import to_json
 
 if TYPE_CHECKING:
@@ -23,18 +23,8 @@ _SUFFIXES = {"markdown": (".md", ".markdown"), "csv": (".csv",), "latex": (".tex
 
 def compare_command(argv: Sequence[str]) -> int:
     """Run `metacal compare ARGV`; returns the exit status."""
-    parser = _parser()
-    arguments = parser.parse_args(_with_paths(argv))
-    paths = {form: getattr(arguments, form) for form in _SUFFIXES}
-    to_stdout = [form for form, path in paths.items() if path == "-"]
-    require(
-        len(to_stdout) <= 1,
-        f"only one format can go to standard output, got --{' --'.join(to_stdout)}; give the others a file",
-    )
-    files = {form: Path(path) for form, path in (*paths.items(), ("html", arguments.html)) if path not in (None, "-")}
-    for form, file in files.items():  # before the work, not after it
-        require(not file.is_dir(), f"--{form} must name a file, {file} is a folder")
-        require(file.parent.is_dir(), f"--{form}: the folder {file.parent} does not exist")
+    arguments = _parser().parse_args(_with_paths(argv))
+    files, to_stdout, curves = _destinations(arguments)
 
     from metacal.report.judge import judge_groups
     from metacal.runs.record import find_runs, group_runs, load_runs
@@ -57,9 +47,48 @@ def compare_command(argv: Sequence[str]) -> int:
     command = shlex.join(["metacal", "compare", *argv])
     for form, file in files.items():
         file.write_text(_text(result, form, command), encoding="utf-8")
-    if to_stdout:
-        print(_text(result, to_stdout[0], command).rstrip("\n"))
+    if curves is not None:
+        from metacal.report.seed_curves import write_seed_curves
+
+        write_seed_curves(result, curves)
+    if to_stdout is not None:
+        print(_text(result, to_stdout, command).rstrip("\n"))
         return 0
+    _print(result)
+    for file in files.values():
+        print(f"written: {file}")
+    if curves is not None:
+        print(f"curves: {shlex.join(['tensorboard', '--logdir', str(curves)])}")
+    return 0
+
+
+def _destinations(arguments: argparse.Namespace) -> tuple[dict[str, Path], str | None, Path | None]:
+    """The file of each format that is written to one, the format that is printed, and the folder of the curves.
+
+    Raises:
+        InputError: what cannot be written there: before the work, not after it.
+    """
+    paths = {form: getattr(arguments, form) for form in _SUFFIXES}
+    to_stdout = [form for form, path in paths.items() if path == "-"]
+    require(
+        len(to_stdout) <= 1,
+        f"only one format can go to standard output, got --{' --'.join(to_stdout)}; give the others a file",
+    )
+    files = {form: Path(path) for form, path in (*paths.items(), ("html", arguments.html)) if path not in (None, "-")}
+    for form, file in files.items():
+        require(not file.is_dir(), f"--{form} must name a file, {file} is a folder")
+        require(file.parent.is_dir(), f"--{form}: the folder {file.parent} does not exist")
+    curves = None if arguments.tensorboard is None else Path(arguments.tensorboard)
+    if curves is not None:
+        from metacal.report.seed_curves import check_empty
+
+        require_packages("metacal compare --tensorboard", "tensorboard")
+        check_empty(curves)
+    return files, (to_stdout or [None])[0], curves
+
+
+def _print(result: RunComparison) -> None:
+    """The tables, drawn where there is a terminal, and the verdict."""
     from rich.console import Console
 
     from metacal.report.verdict import verdict
@@ -75,9 +104,6 @@ def compare_command(argv: Sequence[str]) -> int:
             print(table)
     if said := verdict(result):
         console.print(f"\nVerdict: {said}", highlight=False, soft_wrap=True, markup=False)
-    for file in files.values():
-        console.print(f"written: {file}", highlight=False, soft_wrap=True)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{form}", nargs="?", const="-", metavar="FILE", help=f"{name}: printed, or written to "
                             f"FILE (*{ending})")  # fmt: skip
     parser.add_argument("--html", metavar="FILE", help="one self-contained page with tables and figures")
+    parser.add_argument("--tensorboard", metavar="DIR", help="event folders of the training curves: each row's mean "
+                        "over seeds, with a band from the least to the largest")  # fmt: skip
     return parser
 
 

@@ -20,9 +20,9 @@ class CalibrationOptions(MonitorOptions):
 
     charts: ClassVar[Charts] = {
         "calibration": {
-            "ECE": ["(train|val)/ece$"],
-            "NLL": ["(train|val)/nll$"],
             "accuracy": ["(train|val)/accuracy$"],
+            "NLL": ["(train|val)/nll$"],
+            "ECE": ["(train|val)/ece$"],
             "accuracy and mean confidence on val": ["val/(accuracy|confidence)$"],
             "over- and underconfidence on val": ["val/(overconfidence|underconfidence)$"],
             "ECE of equal mass and by class on val": ["val/(adaptive_ece|classwise_ece)$"],

@@ -39,5 +39,6 @@ class MarginMonitor:
 
 
 def certificate_values(p: Predictions, n_bins: int) -> dict[str, float]:
-    """`ece_certificate` as numbers to log."""
-    return {k: float(v) for k, v in vars(ece_certificate(p, n_bins=n_bins)).items() if v is not None}
+    """`ece_certificate` as numbers to log; `gamma_min` as `least_margin`, since it is no gamma of the focal loss."""
+    values = {k: float(v) for k, v in vars(ece_certificate(p, n_bins=n_bins)).items() if v is not None}
+    return {"least_margin" if k == "gamma_min" else k: v for k, v in values.items()}

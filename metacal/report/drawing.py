@@ -93,7 +93,8 @@ def faint_bins(ax: Axes, x: Array, y: Array, counts: Array, color: str) -> None:
     """Bins of few samples, which are no part of a line: their counts, written faintly where their points would be."""
     for at_x, at_y, count in zip(x.tolist(), y.tolist(), counts.tolist()):
         style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL, "clip_on": True, "zorder": 2}
-        ax.text(at_x, at_y, f"{count:.0f}", color=faint(color), **style)
+        inside = min(max(at_y, 0.02), 0.98)  # a bin without a right prediction lies on the frame
+        ax.text(at_x, inside, f"{count:.0f}", color=faint(color), **style)
 
 
 def reliability_axes(ax: Axes, title: str = "") -> None:

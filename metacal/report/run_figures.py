@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 
     from metacal.runs.record import Run
 
-__all__ = ["CURVES", "accuracy_ece_plane", "curves_of", "overlaid_reliability", "risk_coverage", "training_curves"]
+__all__ = [
+    "CURVES",
+    "accuracy_ece_plane",
+    "curves_of",
+    "over_seeds",
+    "overlaid_reliability",
+    "risk_coverage",
+    "training_curves",
+]
 
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
@@ -163,6 +171,13 @@ def curves_of(groups: Mapping[str, Sequence[Run]]) -> tuple[dict[str, str], str]
     return dict(CURVES), text
 
 
+def over_seeds(runs: Sequence[Run], name: str) -> tuple[list[int], Array]:
+    """The steps at which all of `runs` have the series `name` of metrics.jsonl, and their values (seeds, steps)."""
+    series = [run.series.get(name, {}) for run in runs]
+    steps = sorted(set.intersection(*(set(s) for s in series)))
+    return steps, np.array([[s[step] for step in steps] for s in series], dtype=np.float64)
+
+
 def training_curves(
     groups: Mapping[str, Sequence[Run]],
     curves: Mapping[str, str] = CURVES,
@@ -175,14 +190,12 @@ def training_curves(
     panels: dict[str, dict[str, tuple[Array, Array]]] = {}
     for name in curves:
         for label, runs in groups.items():
-            series = [(run, run.series.get(name, {})) for run in runs]
-            common = sorted(set.intersection(*(set(s) for _, s in series)))
+            common, values = over_seeds(runs, name)
             if not common:
                 continue
             summary = runs[0].summary
             epochs, steps = summary.get("epochs"), summary.get("steps")
             scale = epochs / steps if epochs and steps else 1.0
-            values = np.array([[s[step] for step in common] for _, s in series])
             panels.setdefault(name, {})[label] = (np.array(common) * scale, values)
     if not panels:
         return None

@@ -224,13 +224,23 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def series_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """The lines of a metrics.jsonl as ``split/measure`` -> step -> value; ``split/epoch`` are the epochs done."""
+    """The lines of a metrics.jsonl as ``split/measure`` -> step -> value; ``split/epoch`` are the epochs done.
+
+    Names of older runs are those of today.
+    """
     series: dict[str, dict[int, float]] = {}
     for line in lines:
         for name, value in line.items():
             if name not in ("step", "split") and value is not None:
-                series.setdefault(f"{line['split']}/{name}", {})[line["step"]] = float(value)
+                full = f"{line['split']}/{name}"
+                series.setdefault(_RENAMED.get(full, full), {})[line["step"]] = float(value)
     return series
+
+
+# What older runs called a value.
+_RENAMED = {"margin/gamma_min": "margin/least_margin"} | {
+    f"{split}/certificate_gamma_min": f"{split}/certificate_least_margin" for split in ("train_subset", "val_subset")
+}
 
 
 def check_run(path: str | Path) -> RunFolder:

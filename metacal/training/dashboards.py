@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from metacal.calibration import MEASURES
 from metacal.calibration.surrogates import SURROGATES
 from metacal.config import Config
 from metacal.config.parts import learns, source_of
@@ -20,7 +21,7 @@ from metacal.config.schema import keys
 from metacal.config.words import groups
 from metacal.monitors import MONITORS, Charts
 
-__all__ = ["METRICS", "experiment", "hyperparameters", "layout", "session_end", "session_start"]
+__all__ = ["METRICS", "by_epoch", "describe", "experiment", "hyperparameters", "layout", "session_end", "session_start"]
 
 # What the training loop logs itself; monitors bring the charts of what they log.
 _CHARTS: Charts = {
@@ -63,6 +64,68 @@ def layout(tags: Iterable[str]) -> Charts:
                 if filled(tags_of_chart):
                     shown.setdefault(category, {}).setdefault(chart, []).extend(tags_of_chart)
     return shown
+
+
+def by_epoch(values: Mapping[str, float]) -> dict[str, float]:
+    """What the Time Series tab opens with, since its groups are in alphabetical order: val's accuracy, ECE and NLL,
+    to be logged at the epoch in place of the step. Nothing where `values` are not those of a validation.
+    """
+    return {f"by_epoch/val_{name}": values[f"val/{name}"] for name in _OVERVIEW if f"val/{name}" in values}
+
+
+_OVERVIEW = ("accuracy", "ece", "nll")
+
+# Whose a measure is, by the split before its name.
+_WHOSE = {
+    "train": "of the training batches since the last validation, each as its step saw it",
+    "val": "of the validation images, at each validation",
+    "test": "of the test images, at the selected epoch",
+    "train_subset": "of a fixed sample of training images, in evaluation mode",
+    "val_subset": "of a fixed sample of validation images, in evaluation mode",
+    "by_epoch": "of the validation images; the axis counts epochs, not steps",
+}
+
+# What the other tags are; the first expression that matches counts.
+_SAID = {
+    "train/loss$": "What the method minimises, mean since the last line: methods differ in it, so compare train/nll.",
+    "train/lr$": "Learning rate of the optimizer.",
+    "train/grad_norm$": "Norm of the gradient of the objective, before clipping.",
+    "train/skipped$": "Steps left out because something was not finite.",
+    "meta/outer_loss$": "The outer objective on the meta batch, which the gammas are learned by.",
+    "meta/hypergradient_norm$": "Norm of the outer objective's gradient in the parameters behind the gammas.",
+    "meta/hypergradient_snr$": "Signal to noise of the hypergradient over the last outer steps: low values say chance.",
+    "meta/confidence_gap$": "Mean confidence less accuracy on the meta batch, a fraction: above 0 is overconfident.",
+    "penalty/.*_share$": "The weighted penalty over the whole objective, a fraction.",
+    "penalty/.*_grad_norm$": "Norm of the gradient of the weighted penalty.",
+    "penalty/": "The penalty's value, before its weight.",
+    "gamma/confidence_correlation$": "Pearson correlation of gamma and confidence in the last training batch.",
+    "gamma/": "The focal loss's gamma over the last training batch.",
+    "margin/least_margin$": "The least true margin of a validation image, z_y less the largest other logit.",
+    "margin/q$": "Margin moment, mean exp(-m) over the validation images.",
+    "margin/ratio_": "A bound on ECE over ECE itself, on the validation images: 1 is tight.",
+    "margin/": "A side of the margin certificate of ECE, on the validation images.",
+    ".*_subset/certificate_ratio_": "A bound on ECE over ECE itself, on the fixed sample: 1 is tight.",
+    ".*_subset/certificate_": "A side of the margin certificate of ECE, on the fixed sample.",
+    ".*_subset/(predicted_)?margin_q": "Quantile of the margin on the fixed sample.",
+    ".*_subset/robust_": "Margin under an attack within robust_eps, on the fixed sample.",
+    "curvature/edge_ratio$": "Sharpness over the edge of stability; above 1 the optimizer diverges on a quadratic.",
+    "curvature/": "Curvature of the loss on the fixed training sample.",
+    "time/.*_ms$": "Milliseconds.",
+    "time/.*_s$": "Seconds.",
+    "time/": "What monitors cost: the share of the run's time, and how often they waited.",
+}
+
+
+def describe(tag: str) -> str:
+    """What a scalar is, with its unit and which end is good, for the information beside its chart."""
+    split, _, name = tag.partition("/")
+    scaled, name = name.endswith("_scaled"), name.removeprefix("val_").removesuffix("_scaled")
+    if split in _WHOSE and name in MEASURES:
+        record = MEASURES[name]
+        unit = ", a fraction" if record.percent else ", nats" if name == "nll" else ""
+        end = {"min": "; less is better", "max": "; more is better", None: ""}[record.best]
+        return f"{record.title}{' after temperature scaling' if scaled else ''}{unit}, {_WHOSE[split]}{end}."
+    return next((text for pattern, text in _SAID.items() if re.match(pattern, tag)), "")
 
 
 # The metrics of the HParams tab: tag -> description. It shows the first five until told otherwise.

@@ -265,6 +265,7 @@ def _measure(
     figure = report.reliability_diagram()
     figure.savefig(folder.figures / "reliability.png", dpi=150)
     log.figure("test/reliability", figure, progress.step)
+    log.text("test", f"{report.to_markdown()}\n\n{meaning(report.to_dict())}", progress.step)
     test = {f"test/{name}": value for name, value in report.to_dict().items()}
     summary: dict[str, Any] = {
         "method": config.method,

@@ -152,3 +152,28 @@ def test_other_maps_and_files_of_predictions(folder, tmp_path, capsys):
         assert message in error and error.count("\n") == 1
     assert main(["compare", f"{own}:{tmp_path / 'no.npz'}"]) == 2
     assert "no.npz does not exist" in capsys.readouterr().err
+
+
+def test_curves_over_seeds_go_to_tensorboard(folder, tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    place = tmp_path / "curves"
+    assert main(["compare", str(folder), *FEW, "--tensorboard", str(place)]) == 0
+    assert f"curves: tensorboard --logdir {place}" in capsys.readouterr().out
+    assert sorted(p.name for p in place.iterdir()) == ["cross_entropy", "focal"]
+    events = EventAccumulator(str(place / "focal"))
+    events.Reload()
+
+    def curve(tag):
+        return {e.step: e.value for e in events.Scalars(tag)}
+
+    # seeds 0 and 1 logged 0.1/epoch + 0.01 seed at steps 10, 20, 30
+    ece = {step: 0.1 / epoch for epoch, step in ((1, 10), (2, 20), (3, 30))}
+    assert curve("val/ece") == pytest.approx({step: value + 0.005 for step, value in ece.items()})
+    assert curve("seeds_low/val_ece") == pytest.approx(ece)
+    assert curve("seeds_high/val_ece") == pytest.approx({step: value + 0.01 for step, value in ece.items()})
+    assert curve("by_epoch/val_nll") == pytest.approx({1: 1, 2: 1 / 2, 3: 1 / 3})
+    assert curve("train/loss") == pytest.approx({5: 2, 15: 1, 25: 2 / 3})
+    assert {"comparison/text_summary", "runs/text_summary"} <= set(events.Tags()["tensors"])
+    assert main(["compare", str(folder), *FEW, "--tensorboard", str(place)]) == 2
+    assert f"--tensorboard needs a folder that is new or empty, {place} holds files" in capsys.readouterr().err

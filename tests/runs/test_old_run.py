@@ -47,6 +47,7 @@ def test_it_is_compared_and_grouped_with_runs_of_today(old, tmp_path, capsys):
     (run,) = [run for run in runs if run.path == old]
     assert run.config["data.mixup"] == 0.0 and len(run.predictions("test")) == 54 and run.unread == []
     assert sorted(run.series["val/nll"]) == [4, 8, 12]
+    assert run.series["margin/least_margin"][4] == -1.3817522525787354 and "margin/gamma_min" not in run.series
     assert main(["compare", str(old)]) == 0
     assert "focal" in capsys.readouterr().out
 

@@ -150,6 +150,12 @@ def test_scalars_are_those_of_metrics_jsonl(runs, server, run):
     for tag in ("train/loss", "train/ece", "val/ece", "time/step_ms"):
         answer = server.get("scalars/scalars", run=run, tag=tag)
         assert {step: value for _, step, value in answer} == pytest.approx(expected[tag], rel=1e-6)
+    for name in ("accuracy", "ece", "nll"):  # what the tab opens with, over epochs
+        answer = server.get("scalars/scalars", run=run, tag=f"by_epoch/val_{name}")
+        assert [step for _, step, _ in answer] == [1, 2]
+        assert [v for _, _, v in answer] == pytest.approx([*expected[f"val/{name}"].values()], rel=1e-6)
+    assert sorted(tags)[:3] == [f"by_epoch/val_{name}" for name in ("accuracy", "ece", "nll")]
+    assert not [tag for tag in tags if not dashboards.describe(tag)], "every scalar says what it is"
     summary = json.loads((runs / run / "summary.json").read_text())
     for tag in ("test/accuracy", "test/ece_scaled"):
         [[_, step, value]] = server.get("scalars/scalars", run=run, tag=tag)
@@ -293,7 +299,16 @@ def test_hparams_filter_and_sort(runs, server):
 
 
 def test_text_holds_the_config_and_the_command(server):
-    assert set(server.get("text/tags")[CE]) == {"config/text_summary", "command/text_summary"}
+    assert set(server.get("text/tags")[CE]) == {
+        "config/text_summary",
+        "command/text_summary",
+        "test/text_summary",
+        "scalars/text_summary",
+    }
+    [scalars] = server.get("text/text", run=CE, tag="scalars/text_summary")
+    assert "ECE, a fraction, of the validation images, at each validation; less is better." in scalars["text"]
+    [test] = server.get("text/text", run=CE, tag="test/text_summary")
+    assert "<table>" in test["text"] and "ECE %" in test["text"] and "predictions on test are right" in test["text"]
     [config] = server.get("text/text", run=CE, tag="config/text_summary")
     assert "method: cross_entropy" in config["text"] and "batch_size: 32" in config["text"]
     [command] = server.get("text/text", run=CE, tag="command/text_summary")
@@ -324,6 +339,8 @@ def test_a_resumed_run_goes_on_for_the_loader_in_python_too(tmp_path):
     try:
         server.wait_for(HALF, "val/ece")
         assert_went_on(server, HALF)
+        tags = server.get("scalars/tags")[HALF]
+        assert all(dashboards.describe(tag) in tags[tag]["description"] for tag in ("val/ece", "train/loss"))
     finally:
         server.stop()
 

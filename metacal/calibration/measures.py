@@ -59,6 +59,7 @@ __all__ = [
 ]
 
 MEASURES: dict[str, Measure] = {**SCORES, **BINNED, **KERNELS, **RANKING}
+"""Every measure by its name: reports, tables, comparisons, the bootstrap and logs take theirs from here."""
 
 
 def values_of(p: Predictions, names: Iterable[str], n_bins: int = 15) -> dict[str, float]:

@@ -1,0 +1,24 @@
+"""What mkdocs.yml cannot say by itself: pages that live in the project's root, and anchors as GitHub makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+from pymdownx.slugs import slugify
+
+ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
+"""Shown as pages of the site. Their links lead into docs/, which is the site's root."""
+
+
+def on_config(config: Any) -> Any:
+    config["mdx_configs"]["toc"]["slugify"] = slugify(case="lower")
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for name in ROOT_PAGES:
+        text = (Path(config["config_file_path"]).parent / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, name.lower(), content=text.replace("](docs/", "](")))
+    return files

@@ -19,24 +19,24 @@ def test_note(groups: Sequence[Group], alpha: float, resamples: int, moderated: 
     m = len(groups) - 1
     comparisons = f"{m} comparison{'s' * (m > 1)}"
     text = (
-        "Marked (bold, in plain text *): the best of its column and scaling, and all that do not differ from it "
-        f"at {alpha * 100:g} % (two-sided, Holm-adjusted over the {comparisons} with it). Test: "
+        "Bold (in plain text *) is the best of a column, before and after scaling apart, and with it every row whose "
+        f"difference from it may be chance: p of {alpha * 100:g} % or more, two-sided, after Holm's adjustment for "
+        f"{comparisons}. "
     )
     single = [g for g in groups if len(g.runs) == 1]
     if len(single) < len(groups):
         text += (
-            "difference of the means over seeds, paired over seeds where these are the same and over test samples; "
-            "its variance is that over seeds, plus what the shared test samples add "
-            f"({resamples} joint resamples); Cochran–Cox t quantiles."
+            "The difference is that of the means over seeds, of runs with the same seed where there are such. Chance "
+            "is how it varies from seed to seed, and with the images that happen to be in the test split "
+            f"({resamples} resamples, the same for all runs)."
         )
         if moderated:
             text += (
-                " The variance over seeds of a method is moderated by those of all methods with its seeds (residuals "
-                "of method + seed, Smyth's prior, cautiously fitted): methods whose seeds scatter far more than the "
-                "others' are judged a little too boldly."
+                " How much a method varies over seeds is moderated, drawn from what its own few runs say towards what "
+                "the others' say: a method whose seeds scatter far more than the others' is judged a little too boldly."
             )
     else:
-        text += f"paired over test samples ({resamples} joint resamples)."
+        text += f"Chance is which images happen to be in the test split ({resamples} resamples, the same for all runs)."
     if single:
         who = "All methods" if len(single) == len(groups) else ", ".join(g.short for g in single)
         have = "have" if len(single) > 1 else "has"

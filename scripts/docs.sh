@@ -8,5 +8,5 @@ cd "$root"
 if [ $# -gt 0 ]; then
     exec .venv/bin/mkdocs "$@"
 fi
-.venv/bin/mkdocs build --strict --quiet
+.venv/bin/mkdocs build --strict
 echo "the site is in $root/site: open $root/site/index.html"

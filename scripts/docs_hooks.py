@@ -1,7 +1,9 @@
-"""What mkdocs.yml cannot say by itself: pages that live in the project's root, and anchors as GitHub makes them."""
+"""What mkdocs.yml cannot say: pages in the project's root, and anchors and tables as GitHub makes them."""
 
 from __future__ import annotations
 
+import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +24,12 @@ def on_files(files: Any, config: Any) -> Any:
         text = (Path(config["config_file_path"]).parent / name).read_text(encoding="utf-8")
         files.append(File.generated(config, name.lower(), content=text.replace("](docs/", "](")))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """In code within a table `\\|` is a bar on GitHub; Python's Markdown would show the backslash."""
+
+    def as_html(span: re.Match[str]) -> str:
+        return "<code>" + escape(span[1]).replace("\\|", "&#124;") + "</code>"
+
+    return re.sub(r"`([^`\n]*\\\|[^`\n]*)`", as_html, markdown)

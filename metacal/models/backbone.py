@@ -28,10 +28,11 @@ class Backbone(nn.Module):
     Raises `InputError` when `net` has no Linear layer, `head` names none, or the logits are not the head's
     output.
 
-    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
-    >>> logits, features = Backbone(net)(torch.zeros(2, 3, 2, 2))
-    >>> logits.shape, features.shape
-    (torch.Size([2, 3]), torch.Size([2, 5]))
+    Examples:
+        >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
+        >>> logits, features = Backbone(net)(torch.zeros(2, 3, 2, 2))
+        >>> logits.shape, features.shape
+        (torch.Size([2, 3]), torch.Size([2, 5]))
     """
 
     def __init__(self, net: nn.Module, head: str | None = None) -> None:

@@ -126,9 +126,10 @@ def fit(
 ) -> Fit:
     """Train `model` for calibration, in place.
 
-    >>> result = metacal.fit(model, (x, y), epochs=30)                          # doctest: +SKIP
-    >>> print(result.evaluate((x_test, y_test)))                                # doctest: +SKIP
-    >>> probabilities = result.predict_proba(x_new)                             # doctest: +SKIP
+    Examples:
+        >>> result = metacal.fit(model, (x, y), epochs=30)                      # doctest: +SKIP
+        >>> print(result.evaluate((x_test, y_test)))                            # doctest: +SKIP
+        >>> probabilities = result.predict_proba(x_new)                         # doctest: +SKIP
 
     Args:
         model: from inputs to logits (N, K); its last Linear layer is the head, unless `head` names another.

@@ -7,6 +7,7 @@ from pathlib import Path
 from metacal.jsonio import to_json
 from metacal.report.html import comparison_page, figures_of
 from metacal.report.judge import judge_groups
+from metacal.report.verdict import verdict
 from metacal.runs.record import group_runs, load_runs
 from metacal.studies.footer import headline
 from metacal.studies.grid import Study
@@ -19,8 +20,9 @@ def report(study: Study) -> list[Path]:
     study.folder.mkdir(parents=True, exist_ok=True)
     runs, left_out = load_runs([job.folder.path for job in (*study.jobs, *study.unfinished)])
     result = judge_groups(group_runs(runs), sort="ece", left_out=left_out)
-    print(result.table("none").render("text"), end="\n\n")
-    text = [result.table("none").render("markdown"), result.runs_table().render("markdown")]
+    said = f"Verdict: {verdict(result)}" if len(result.groups) > 1 else ""
+    print(result.table("none").render("text"), said, sep="\n\n", end="\n\n")
+    text = [result.table("none").render("markdown"), *filter(None, [said]), result.runs_table().render("markdown")]
     text.append(headline(study) + "\n")
     paths = [study.folder / name for name in ("table.md", "report.html", "numbers.json")]
     paths[0].write_text("\n\n".join(text))

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from metacal.config import Config
 from metacal.config.compose import to_yaml
@@ -256,39 +258,39 @@ class ConsoleLog:
     def __init__(self, title: str, total_steps: int, epochs: int, enabled: bool = True) -> None:
         self._title, self._total, self._epochs, self._enabled = title, total_steps, epochs, enabled
         self._console = Console(file=sys.stdout)
-        self._bar: Progress | None = None
+        self._live: Live | None = None
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+        )
+        self._below = Text()  # a line of its own: a narrow terminal cuts off neither
 
     def start(self, step: int) -> None:
         if not self._enabled:
             return
         if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(compact=True),
-                TextColumn("{task.fields[last]}"),
-                console=self._console,
-            )
-            done = step * self._epochs // max(1, self._total)
-            self._task = self._bar.add_task(
-                self._title, total=self._total, completed=step, last=f"steps, epoch {done}/{self._epochs}"
-            )
-            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=self._total, completed=step)
+            self._below.plain = f"epoch {step * self._epochs // max(1, self._total)}/{self._epochs}"
+            self._live = Live(Group(self._bar, self._below), console=self._console)
+            self._live.start()
         else:
             self.line(
                 f"{self._title}: {self._epochs} epochs, {self._total} steps" + (f", from step {step}" * (step > 0))
             )
 
     def step(self, step: int) -> None:
-        if self._bar is not None:
+        if self._live is not None:
             self._bar.update(self._task, completed=step)
 
     def epoch(self, epoch: int, values: Mapping[str, float], names: Sequence[str]) -> None:
         """Show the named measures of val after `epoch` (counted from 1)."""
         text = f"epoch {epoch}/{self._epochs}  val: {in_words(values, names)}"
-        if self._bar is not None:
-            self._bar.update(self._task, last=f"steps, {text}")
+        if self._live is not None:
+            self._below.plain = text
         elif self._enabled and (epoch % max(1, round(self._epochs / 10)) == 0 or epoch == self._epochs):
             self.line(f"{self._title}: {text}")
 
@@ -297,6 +299,6 @@ class ConsoleLog:
             self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

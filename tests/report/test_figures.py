@@ -147,3 +147,14 @@ def test_no_pyplot_is_imported(tmp_path):
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"MPLCONFIGDIR": matplotlib.get_configdir(), "PYTHONPATH": "."}
     )
+
+
+def test_type_is_at_least_11_pixels_where_figures_have_100_dots_an_inch():
+    from matplotlib.text import Text
+
+    p = predictions()
+    gamma = gamma_scatter(torch.rand(50), torch.rand(50), torch.rand(50) > 0.5)
+    for figure in (reliability_diagram(p), confidence_histogram(p), reliability_curves({"a": p}), gamma):
+        figure.draw_without_rendering()
+        sizes = [text.get_fontsize() * 100 / 72 for text in figure.findobj(Text) if text.get_text()]
+        assert min(sizes) >= 11

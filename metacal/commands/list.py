@@ -41,7 +41,8 @@ def list_command(argv: Sequence[str]) -> int:
         lines = {file.stem: comment_of(file) for file in sorted((config_dir() / folder).glob("*.yaml"))}
     width = max(map(len, lines)) + 2
     for name, said in lines.items():
-        print("\n".join(textwrap.wrap(f"{name:<{width}}{said}", 116, subsequent_indent=" " * width)))
+        text = f"{name:<{width}}{said}"
+        print(textwrap.fill(text, 116, subsequent_indent=" " * width, break_on_hyphens=False))
     print(f"\n{how}")
     return 0
 

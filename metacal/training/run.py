@@ -343,8 +343,8 @@ def show_together(outcomes: Sequence[Outcome]) -> int:
     console = Console()
     console.print(methods_table({o.summary["method"]: o.summary for o in outcomes}))
     for o in outcomes:
-        text = f"{o.summary['method']}: {meaning(o.summary)}"
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
+        if said := meaning(o.summary):
+            console.print(f"{o.summary['method']}: {said}", highlight=False, soft_wrap=True, markup=False)
     for o in outcomes:
         fitted = " (val was its meta images too: val scores are fitted)" if o.summary.get("val_is_fitted") else ""
         console.print(f"{o.summary['method']}: {o.folder.path}{fitted}", highlight=False, soft_wrap=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up once, then runs metacal with the arguments given. Without any: the default method (focal loss with a learned gamma,
+# Sets up once, then runs metacal with the arguments given. Without any: the default method (focal loss with one learned gamma,
 # margin tail) on the bundled digits, beside the published gamma-net, a focal loss with fixed gamma and plain
 # cross-entropy on the same splits.
 set -euo pipefail

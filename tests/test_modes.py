@@ -67,7 +67,7 @@ def test_modes_in_training_and_after_it(net: nn.Module, evaluating: set[str]) ->
     ("method", "overrides"),
     [
         ("gamma_net", []),
-        ("metacal", ["optimizer=sam", "meta.engine=difference", "monitor=full", "monitor.every=2"]),
+        ("gamma_net", ["optimizer=sam", "meta.engine=difference", "monitor=full", "monitor.every=2"]),
         ("gamma_net", ["gamma.input=layer", "gamma.layer=body.0", "optimizer=adamw"]),
         ("adafocal", []),
     ],

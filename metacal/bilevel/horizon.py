@@ -26,7 +26,7 @@ from metacal.bilevel.passes import Again, added
 from metacal.bilevel.second_order import products
 from metacal.bilevel.window import Window, clipped_gradients, hypergradient_of
 from metacal.errors import require
-from metacal.optim.through import State, StepTaken, record_step, states, through
+from metacal.optim.through import State, StepTaken, check_through, record_step, states, through
 from metacal.optim.transpose import Cotangents
 
 __all__ = ["Horizon"]
@@ -49,6 +49,7 @@ class Horizon(Window):
 
     def __init__(self, inner: Inner, optimizer: Optimizer, clip_norm: float | None, steps: int, decay: float) -> None:
         require(0 < decay <= 1, f"horizon_decay must be in (0, 1], got {decay}")
+        check_through(optimizer)
         super().__init__(inner, optimizer, Again(inner.network), clip_norm, steps)
         self.decay = decay
 

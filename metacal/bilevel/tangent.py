@@ -24,7 +24,7 @@ from metacal.bilevel.passes import Again
 from metacal.bilevel.second_order import products
 from metacal.bilevel.window import Window, clipped_gradients
 from metacal.errors import require
-from metacal.optim.through import State, StepTaken, along, record_step, states
+from metacal.optim.through import State, StepTaken, along, check_through, record_step, states
 from metacal.optim.transpose import Cotangents
 
 __all__ = ["TANGENT", "Tangent"]
@@ -54,6 +54,7 @@ class Tangent(Window):
             f"engine 'tangent' is for a gamma_net of at most {MOST} parameters, got {count}: use engine 'forward' with "
             "a horizon",
         )
+        check_through(optimizer)
         self.meta_params, self.decay = meta_params, decay
         super().__init__(inner, optimizer, Again(inner.network), clip_norm, steps=max(2, every))
         none: Cotangents = [None] * len(inner.network.params)

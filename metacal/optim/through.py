@@ -30,6 +30,7 @@ __all__ = [
     "StepTaken",
     "adam_through",
     "along",
+    "check_through",
     "record_step",
     "sgd_through",
     "through",
@@ -61,10 +62,8 @@ def record_step(optimizer: Optimizer, params: Sequence[Tensor]) -> StepTaken:
 
     Raises `InputError` for an optimizer whose class is not in `THROUGH`, exactly.
     """
+    check_through(optimizer)
     optimizer = getattr(optimizer, "base", optimizer)  # SAM's perturbation is constant: its step is that of its base
-    if type(optimizer) not in THROUGH:
-        names = ", ".join(sorted(kind.__name__ for kind in THROUGH))
-        raise InputError(f"optimizer must be one of {names}, or SAM on one, for several steps at once")
     position = {p: i for i, p in enumerate(params)}
     moved = []
     for group in optimizer.param_groups:
@@ -84,6 +83,16 @@ def states(optimizer: Optimizer, params: Sequence[Tensor]) -> list[State]:
         }
         for p in params
     ]
+
+
+def check_through(optimizer: Optimizer) -> None:
+    """Raise `InputError` for an optimizer whose class is not in `THROUGH`, exactly."""
+    if type(getattr(optimizer, "base", optimizer)) not in THROUGH:
+        names = ", ".join(sorted(kind.__name__ for kind in THROUGH))
+        raise InputError(
+            f"optimizer must be one of {names}, or SAM on one, for a horizon of several steps or engine 'tangent', "
+            f"got {type(optimizer).__name__}: set horizon=1, or use one of these"
+        )
 
 
 @torch.no_grad()

@@ -155,6 +155,9 @@ def test_with_outer_rate_zero_the_path_is_plain_training() -> None:
 
 def test_bad_arguments() -> None:
     problem, optimizer = settled("mlp", "momentum")
+    other = torch.optim.RMSprop(problem.backbone.parameters())
+    with pytest.raises(InputError, match="got RMSprop: set horizon=1"):
+        MetaStep(problem.backbone, other, ScalarGamma(1.0).double(), None, every=2, horizon=2)
     for keys, match in [
         ({"horizon": 3, "every": 2}, "horizon must be between 1 and every = 2 steps, got 3"),
         ({"horizon": 2, "every": 2, "engine": "reverse"}, "horizon > 1 needs engine 'forward'"),

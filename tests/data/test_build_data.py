@@ -121,12 +121,12 @@ class TestSplits:
             build_data(replace(cfg, meta_from="val", fold_meta_into_train="false"))
 
     def test_only_train_and_meta_are_augmented(self, tmp_path: Path) -> None:
-        data = build_data(replace(save(tmp_path / "d.npz"), crop_padding=2, flip=True))
+        data = build_data(replace(save(tmp_path / "d.npz"), crop_padding=2, flip=True, meta_augment=True))
         assert data.meta is not None
         for split, padding in ((data.train, 2), (data.meta, 2), (data.val, 0), (data.test, 0)):
             assert split.transform is not None
             assert (split.transform.crop_padding, split.transform.flip) == (padding, padding > 0)
-        data = build_data(replace(save(tmp_path / "d.npz"), crop_padding=2, flip=True, meta_augment=False))
+        data = build_data(replace(save(tmp_path / "d.npz"), crop_padding=2, flip=True))
         assert data.meta is not None and data.meta.transform == data.val.transform
 
 

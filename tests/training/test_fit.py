@@ -63,7 +63,7 @@ ONCE = KEYS | {"epochs": 1}
 def test_a_model_is_trained_in_place_and_reported():
     model = net()
     before = [p.clone() for p in model.parameters()]
-    result = metacal.fit(model, blobs(600), **KEYS)
+    result = metacal.fit(model, blobs(600), method="gamma_net", **KEYS)
     assert result.model is model and not model.training
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
     assert isinstance(result.gamma, metacal.GammaNet)
@@ -113,6 +113,7 @@ def test_loaders_datasets_and_own_optimizers():
         DataLoader(TensorDataset(*blobs(300)), batch_size=50, shuffle=True),
         meta=DataLoader(TensorDataset(*blobs(90, 1)), batch_size=90),
         val=TensorDataset(*blobs(90, 2)),
+        method="gamma_net",
         optimizer=optimizer,
         overrides=["meta.engine=difference", "monitor.histograms=false"],
         **KEYS,
@@ -186,7 +187,7 @@ def test_a_run_folder_on_request(tmp_path):
         ({"method": "focl"}, "did you mean 'focal'"),
         ({"train": (torch.zeros(3, 2), torch.zeros(4, dtype=torch.long))}, "equally many"),
         ({"train": (torch.full((30, 2), torch.nan), torch.arange(30) % 3)}, "NaN"),
-        ({"train": DataLoader(TensorDataset(*blobs(30)))}, "meta and val must be given"),
+        ({"train": DataLoader(TensorDataset(*blobs(30))), "method": "gamma_net"}, "meta and val must be given"),
         ({"train": (torch.zeros(30, 5), torch.arange(30) % 3)}, r"cannot take train inputs of shape \(N, 5\)"),
         ({"train": (blobs(300)[0], blobs(300)[1] + 1)}, "train labels must be in 0..2 .*, got 3"),
         ({"epochs": 0}, "epochs must be >= 1"),
@@ -211,7 +212,10 @@ def test_a_run_folder_on_request(tmp_path):
         ({"model": normed(), "batch_size": 1}, "a train batch has one sample, .*Expected more than 1 .* batch_size"),
         ({"model": normed(), "train": loader(101, 10), "meta": blobs(50), "val": blobs(50)}, "drop_last=True"),
         ({"model": normed(), "meta": loader(101, 10)}, "a meta batch has one sample"),
-        ({"val": DataLoader(Late(), 10)}, "val labels must be in 0..2 .*, got 7 for sample 5 of batch 4"),
+        (
+            {"val": DataLoader(Late(), 10), "method": "gamma_net"},
+            "val labels must be in 0..2 .*, got 7 for sample 5 of batch 4",
+        ),
         ({"meta": DataLoader(Late(), 10)}, "meta labels must be in 0..2 .*, got 7 for sample 5 of batch 4"),
     ],
 )

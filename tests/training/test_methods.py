@@ -151,7 +151,7 @@ def test_an_epoch_trains_on_all_folds_but_the_one_that_is_meta() -> None:
         ("calmo", ["robust_kl", "margin_smoothness"], ["method=cross_entropy"]),
         ("margin_tail", ["margin_tail"], ["method=cross_entropy"]),
         ("hessian_trace", ["hessian_trace"], ["method=cross_entropy"]),
-        ("metacal", ["margin_tail", "hessian_trace"], ["method=gamma_net", "meta.lr=3e-3"]),
+        ("metacal", ["margin_tail"], ["method=gamma_curve"]),
     ],
 )
 def test_penalties_without_weight_change_nothing(method: str, zero: list[str], plain: list[str]) -> None:
@@ -201,7 +201,7 @@ def test_gradient_descent_takes_the_whole_set_in_parts_of_any_size(method: str) 
         (["penalties.margn_tail.weight=1"], "penalties.margin_tail"),
         (["optimizer=sam", "optimizer.rho=-1"], "optimizer.rho must be >= 0, got -1"),
         (["optimizer=muno"], "did you mean 'muon'"),
-        (["optimizer=gd", "meta.engine=reverse"], "only meta.engine=forward"),
+        (["method=gamma_net", "optimizer=gd", "meta.engine=reverse"], "only meta.engine=forward"),
         (["method=dual_focal", "gamma.source=adafocal"], "go together"),
         (["loss.learn_smoothing=scalar"], "needs loss.name=label_smoothing"),
         (["optimizer=adamw", "optimizer.momentum=0.5"], "optimizer.momentum=0.5 is no setting of adamw"),

@@ -29,6 +29,7 @@ from metacal.runs.settings import defaults_of
 from metacal.training.dashboards import layout
 
 WORDS = [
+    "method=gamma_net",
     "data.train_size=200",
     "data.batch_size=50",
     "model.hidden=[8]",

@@ -20,8 +20,11 @@ from reference.same_run import assert_same_run, lines, logged_events
 from metacal.cli import main
 from metacal.report.verdict import meaning
 
+NET = ["method=gamma_net"]
+
 # A net with everything that a resume must restore: BatchNorm's buffers, dropout's masks, augmentation, a gamma-net.
 WORDS = [
+    "method=gamma_net",
     "model=cnn",
     "model.width=4",
     "model.dropout=0.2",
@@ -87,10 +90,31 @@ def test_the_event_file_holds_scalars_images_histograms_text_and_hparams(finishe
 @pytest.mark.parametrize(
     "words",
     [
-        ["meta.objective={sece: 1.0, nll: 0.1}", "meta.engine=reverse"],
-        ["meta=skce", "meta.engine=difference", "optimizer=adamw", "meta.every=2", "meta.start_epoch=1"],
-        ["meta.engine=higher", "meta.inner_steps=2", "meta.every=2", "gamma.input=random", "gamma.label_aware=true"],
-        ["precision=bf16", "gamma.input=layer", "gamma.layer=1", "schedule=step", "schedule.warmup_epochs=1"],
+        [*NET, "meta.objective={sece: 1.0, nll: 0.1}", "meta.engine=reverse"],
+        [
+            "method=gamma_net",
+            "meta=skce",
+            "meta.engine=difference",
+            "optimizer=adamw",
+            "meta.every=2",
+            "meta.start_epoch=1",
+        ],
+        [
+            "method=gamma_net",
+            "meta.engine=higher",
+            "meta.inner_steps=2",
+            "meta.every=2",
+            "gamma.input=random",
+            "gamma.label_aware=true",
+        ],
+        [
+            "method=gamma_net",
+            "precision=bf16",
+            "gamma.input=layer",
+            "gamma.layer=1",
+            "schedule=step",
+            "schedule.warmup_epochs=1",
+        ],
         [
             "method=focal",
             "gamma.source=step",

@@ -151,7 +151,7 @@ def test_an_epoch_trains_on_all_folds_but_the_one_that_is_meta() -> None:
         ("calmo", ["robust_kl", "margin_smoothness"], ["method=cross_entropy"]),
         ("margin_tail", ["margin_tail"], ["method=cross_entropy"]),
         ("hessian_trace", ["hessian_trace"], ["method=cross_entropy"]),
-        ("metacal", ["margin_tail"], ["method=gamma_curve"]),
+        ("metacal", ["margin_tail"], ["method=gamma_horizon"]),
     ],
 )
 def test_penalties_without_weight_change_nothing(method: str, zero: list[str], plain: list[str]) -> None:

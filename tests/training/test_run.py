@@ -60,7 +60,7 @@ def test_a_run_writes_its_folder(finished):
     assert summary["steps"] == 27 and summary["last_epoch"] == 3 and summary["select"] == "nll"
     assert {"last/nll", "last/nll_scaled", "last/temperature"} <= summary.keys() and not summary["val_is_fitted"]
     assert summary["data"]["fingerprints"].keys() == {"train", "meta", "train_and_meta", "val"}
-    assert summary["command"].startswith("metacal train model=cnn")
+    assert summary["command"].startswith("metacal train method=gamma_net model=cnn")
     splits = {line["split"] for line in lines(finished)}
     assert {"train", "val", "gamma", "meta", "margin"} <= splits
 

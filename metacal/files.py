@@ -1,15 +1,37 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and arrays in files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import zipfile
+import zlib
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from metacal.errors import RunError
 
-__all__ = ["write_atomically"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["UNREADABLE", "arrays_in", "write_atomically"]
+
+UNREADABLE = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, TypeError, AttributeError, RuntimeError)
+"""What `arrays_in` raises for a file that is damaged or is none of arrays; ValueError also for one of objects."""
+
+
+def arrays_in(path: Path, wanted: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file by their names, the array of an .npy file by the name ""; nothing is unpickled.
+
+    wanted: names of the arrays to read; the others are empty ones, so that they can be named. None: all.
+    """
+    import numpy as np  # not needed to write
+
+    opened = np.load(path, allow_pickle=False)
+    if isinstance(opened, np.ndarray):
+        return {"": opened}
+    with opened as file:
+        return {key: file[key] if wanted is None or key in wanted else np.empty(0) for key in file.files}
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:

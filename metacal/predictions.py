@@ -12,8 +12,6 @@ puts it.
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from metacal.errors import InputError, require
-from metacal.files import write_atomically
+from metacal.files import UNREADABLE, arrays_in, write_atomically
 
 __all__ = ["Predictions"]
 
@@ -113,15 +111,13 @@ class Predictions:
         """
         path = Path(path)
         require(path.is_file(), f"predictions file not found: {path}")
+        what = f"{path} must be an npz file with arrays logits or probs, and labels"
         try:
-            file = np.load(path, allow_pickle=False)
-            if isinstance(file, np.ndarray):
-                raise ValueError("it holds a single array")
-            with file:
-                arrays = {name: file[name] for name in file.files if name in ("logits", "probs", "labels")}
-                names = ", ".join(file.files) or "none"
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise InputError(f"{path} must be an npz file with arrays logits or probs, and labels: {error}") from error
+            arrays = arrays_in(path, ("logits", "probs", "labels"))
+        except UNREADABLE as error:
+            raise InputError(f"{what}: {error}") from error
+        require("" not in arrays, f"{what}: it holds a single array")
+        names = ", ".join(arrays) or "none"
         scores = [name for name in ("logits", "probs") if name in arrays]
         require(
             len(scores) == 1 and "labels" in arrays,

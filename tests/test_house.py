@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "margins": "calibration errors modes network pixels predictions",
     "curvature": "autodiff errors losses network",
     # what is trained, and on what
-    "data": "errors options",
+    "data": "errors files options",
     "models": "errors network options",
     "gamma": "calibration errors losses models modes options predictions",
     "penalties": "autodiff calibration curvature errors margins network options pixels",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from metacal.calibration.scaling import HistogramBinning, IsotonicScaling, Matri
 from metacal.calibration.spline import SplineScaling
 from metacal.calibration.temperature import TemperatureScaling
 from metacal.errors import InputError, require, require_choice
-from metacal.files import write_atomically
+from metacal.files import UNREADABLE, arrays_in, write_atomically
 from metacal.predictions import Predictions
 
 __all__ = [
@@ -160,12 +159,8 @@ def load_scaling(path: str | os.PathLike[str]) -> Scaling:
     path = Path(path)
     require(path.is_file(), f"map file not found: {path}")
     try:
-        file = np.load(path, allow_pickle=False)
-        if isinstance(file, np.ndarray):
-            raise ValueError("it holds a single array")
-        with file:
-            arrays = {name: file[name] for name in file.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        arrays = arrays_in(path)
+    except UNREADABLE as error:
         raise InputError(f"{path} must be a map that save_scaling wrote: {error}") from error
     require("map" in arrays, f"{path} is no saved map; its arrays are: {', '.join(arrays) or 'none'}")
     try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import zipfile
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from metacal.errors import InputError, require
+from metacal.files import UNREADABLE, arrays_in
 
 __all__ = ["as_labels", "as_tensor", "check_labels", "image_tensor", "is_image", "read_arrays", "stacked"]
 
@@ -233,11 +232,7 @@ def read_arrays(path: Path, what: str, wanted: Collection[str] | None = None) ->
         InputError: for a file that is not there, damaged, or holds objects, which only unpickling would read.
     """
     try:
-        opened = np.load(path, allow_pickle=False)
-        if isinstance(opened, np.ndarray):
-            return {"": opened}
-        with opened as file:
-            return {key: file[key] if wanted is None or key in wanted else np.empty(0) for key in file.files}
+        return arrays_in(path, wanted)
     except FileNotFoundError as error:
         raise InputError(f"{what} does not exist") from error
     except ValueError as error:
@@ -245,5 +240,5 @@ def read_arrays(path: Path, what: str, wanted: Collection[str] | None = None) ->
             f"{path} cannot be read without unpickling: it holds objects, e.g. images of different shapes; "
             "save plain arrays of one shape"
         ) from error
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise InputError(f"{what} is not a readable {path.suffix or '.npz'} file: {error}") from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -216,3 +218,19 @@ def test_no_map_spoils_a_small_table() -> None:
             table = script.measure("wine", model, n, x, y, case)
             for name, value in table.scaled.items():
                 assert name == "T, ML" or value <= table.plain + script.LARGEST, (table, name)
+
+
+def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
+    """Whatever byte is wrong: of predictions as of a map."""
+    p = Predictions.from_logits(torch.randn(60, 3), torch.arange(60) % 3)
+    for load, write in (
+        (Predictions.load, p.save),
+        (load_scaling, partial(save_scaling, fit_scaling(p, "vector"))),
+    ):
+        file = tmp_path / "file.npz"
+        write(file)
+        whole = file.read_bytes()
+        for i in range(0, len(whole), 5):
+            file.write_bytes(whole[:i] + bytes([whole[i] ^ 255]) + whole[i + 1 :])
+            with suppress(InputError):
+                load(file)

@@ -74,7 +74,6 @@ def compose(overrides: Sequence[str] = (), config_file: str | Path | None = None
     words = [_quoted(word) for word in open_sums(overrides)]
     if config_file is None:
         folder, stem = config_dir(), "train"
-        words += _objective_of_group(overrides)
     else:
         path = check_config_file(config_file)
         folder, stem = path.parent, path.stem
@@ -93,15 +92,6 @@ def compose(overrides: Sequence[str] = (), config_file: str | Path | None = None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise InputError(explain(error, overrides)) from None
     return from_dictionary(node, overrides)
-
-
-def _objective_of_group(words: Sequence[str]) -> list[str]:
-    """``meta=NAME`` as the key that it sets: a method's file comes after the group's, and would have its own objective.
-
-    Who names an objective means it, whatever the method.
-    """
-    chosen = {key_of(word): word.partition("=")[2] for word in words}
-    return [f"meta.objective={chosen['meta']}"] if "meta" in chosen and "meta.objective" not in chosen else []
 
 
 PATH_KEYS = ("resume", "run_dir", "runs", "data.path")

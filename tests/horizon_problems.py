@@ -26,6 +26,9 @@ class ByLabel(nn.Module):
         return nn.functional.softplus(self.score)[labels]
 
 
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "maximize", "adam", "amsgrad", "adamw", "muon")
+
+
 def optimizer_of(name: str, model: nn.Module) -> Optimizer:
     params = [p for p in model.parameters() if p.requires_grad]
     made: dict[str, Any] = {

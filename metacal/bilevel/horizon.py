@@ -26,7 +26,7 @@ from metacal.bilevel.passes import Again, added
 from metacal.bilevel.second_order import products
 from metacal.bilevel.window import Window, clipped_gradients, hypergradient_of
 from metacal.errors import require
-from metacal.optim.through import State, StepTaken, check_through, record_step, states, through
+from metacal.optim.through import State, StepTaken, check_through, discounted, record_step, states, through
 from metacal.optim.transpose import Cotangents
 
 __all__ = ["Horizon"]
@@ -87,6 +87,5 @@ class Horizon(Window):
             torch._foreach_add_(total, part)
             theta = [added(a, b) for a, b in zip(theta, bent)]
             if self.decay != 1:
-                theta = [None if a is None else a * self.decay for a in theta]
-                state = [{key: value * self.decay for key, value in entries.items()} for entries in state]
+                theta, state = discounted(theta, state, self.decay)
         return total

@@ -193,6 +193,11 @@ class Inner:
                 watch(seen, **context)
             return self.source(seen, **context)
 
+    def due(self, batch: Batch) -> dict[str, float]:
+        """The penalties that enter the objective of a batch, with their weights there."""
+        weights = {name: term.weight_at(batch.count, batch.epoch) for name, term in self.penalties.items()}
+        return {name: weight for name, weight in weights.items() if weight != 0}
+
     def penalised(
         self,
         loss: Tensor,
@@ -207,10 +212,8 @@ class Inner:
         model: what the penalties run.
         """
         total = loss
-        for name, term in self.penalties.items():
-            weight = term.weight_at(batch.count, batch.epoch)
-            if weight == 0:
-                continue
+        for name, weight in self.due(batch).items():
+            term = self.penalties[name]
             if hasattr(term.penalty, "step"):
                 term.penalty.step = batch.count
             if hasattr(term.penalty, "offset"):

@@ -72,8 +72,8 @@ def _of_pass(
         jv = double_vjp(z, params, v) if along is None else along.detach()
         if not second:
             return jv, [None] * len(v)
-        due = [t.penalty for t in inner.penalties.values() if t.weight_at(batch.count, batch.epoch) > 0]
-        if along is not None and all(getattr(penalty, "of_logits", False) for penalty in due):
+        of_logits = all(getattr(inner.penalties[name].penalty, "of_logits", False) for name in inner.due(batch))
+        if along is not None and of_logits:
             # the tangents are linear in v and have a graph in θ, so H v = ∇_θ ⟨∂L/∂z, J v⟩
             (slope,) = torch.autograd.grad(objective, z, create_graph=True)
             directional = (slope * along).sum()

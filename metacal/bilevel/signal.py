@@ -9,20 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Signal"]
+__all__ = ["WINDOW", "Signal", "averaging_rate"]
+
+
+WINDOW = 50
+"""Outer steps that are looked back on, about."""
+
+
+def averaging_rate(count: int) -> float:
+    """Of the `count`-th value in an exponential average over `WINDOW` ones.
+
+    The first ones are averaged plainly, so that none of them counts for more than its share.
+    """
+    return max(1 / count, 2 / (WINDOW + 1))
 
 
 class Signal:
     """The signal-to-noise ratio of the hypergradients h_t of the last outer steps, about `WINDOW` of them.
 
-        m = E h,  s = E |h|²,  both exponential averages with the rate 2 / (WINDOW + 1)
+        m = E h,  s = E |h|²,  both exponential averages (`averaging_rate`)
         ratio = |m| / sqrt(s - |m|²)
 
     Of W independent hypergradients that point anywhere it is about W^(-1/2); one parameter whose ratio is below
     2 W^(-1/2) has a sign that its scatter explains (two standard errors): `COIN_TOSS`.
     """
 
-    WINDOW = 50
     COIN_TOSS = 2 / math.sqrt(WINDOW)
 
     def __init__(self) -> None:
@@ -34,8 +45,7 @@ class Signal:
     def add(self, hypergradient: Sequence[Tensor]) -> Tensor:
         """Take note of one; returns the ratio, a 0-d tensor on its device: inf until the second."""
         self.count += 1
-        # a plain average over the first ones, so that none of them counts for more than its share
-        rate = max(1 / self.count, 2 / (self.WINDOW + 1))
+        rate = averaging_rate(self.count)
         square = torch.stack([h.double().square().sum() for h in hypergradient]).sum()
         if self.square is None:
             self.mean, self.square = [h.detach().clone() for h in hypergradient], square

@@ -29,6 +29,7 @@ from metacal.bilevel.state import Snapshot, Undo, preserved
 from metacal.bilevel.tangent import TANGENT
 from metacal.bilevel.unrolled import HIGHER
 from metacal.bilevel.window import OneStep
+from metacal.calibration.differentiable import confidences
 from metacal.calibration.surrogates import Outer, build_outer
 from metacal.errors import InputError, require, require_choice
 from metacal.network import Network, naming_reentrant_checkpoints, on_copies
@@ -343,8 +344,8 @@ class MetaStep:
         assert self.last.meta_logits is not None and self.last.meta_labels is not None
         logits, labels = self.last.meta_logits, self.last.meta_labels
         self.outer.update(logits, labels)
-        confidence, predicted = logits.float().softmax(1).max(1)
-        gap = confidence.mean() - (predicted == labels).float().mean()
+        confidence, correct = confidences(logits, labels)
+        gap = (confidence - correct).mean()
         return read({"hypergradient_snr": self.signal.add(hypergradient), "meta_gap": gap})
 
     # -- state ---------------------------------------------------------------------------------------------------

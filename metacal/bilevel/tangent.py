@@ -24,7 +24,7 @@ from metacal.bilevel.passes import Again
 from metacal.bilevel.second_order import products
 from metacal.bilevel.window import Window, clipped_gradients
 from metacal.errors import require
-from metacal.optim.through import State, StepTaken, along, check_through, record_step, states
+from metacal.optim.through import State, StepTaken, along, check_through, discounted, record_step, states
 from metacal.optim.transpose import Cotangents
 
 __all__ = ["TANGENT", "Tangent"]
@@ -60,7 +60,8 @@ class Tangent(Window):
         none: Cotangents = [None] * len(inner.network.params)
         self.theta: list[Cotangents] = [none] * count
         self.state: list[list[State]] = [[State() for _ in none] for _ in range(count)]
-        self.pending: tuple[StepTaken, list[Cotangents]] | None = None
+        # of a step under way, for each j: g_j, and the tangents that it starts from, discounted
+        self.pending: tuple[StepTaken, list[tuple[Cotangents, Cotangents, list[State]]]] | None = None
         self._last: Gradient | None = None
 
     def clear(self) -> None:
@@ -82,10 +83,10 @@ class Tangent(Window):
         params = self.inner.network.params
         clipped = clipped_gradients(self.optimizer, params, norm, self.clip_norm)
         tangents = []
-        for theta, also in zip(self.theta, self._direct(gradient)):
-            old = [None if t is None else self.decay * t for t in theta]
-            _, bent = products(self.inner, gradient, self.engine.old, old, also=also)
-            tangents.append(self.through_clip(clipped, norm, bent))
+        for theta, state, also in zip(self.theta, self.state, self._direct(gradient)):
+            theta, state = discounted(theta, state, self.decay)
+            _, bent = products(self.inner, gradient, self.engine.old, theta, also=also)
+            tangents.append((self.through_clip(clipped, norm, bent), theta, state))
         self.pending, self._last = (record_step(self.optimizer, params), tangents), gradient
 
     def _direct(self, gradient: Gradient) -> list[Tensor]:
@@ -114,11 +115,7 @@ class Tangent(Window):
         step, tangents = self.pending
         self.pending = None
         after = states(self.optimizer, self.inner.network.params)
-        moved = []
-        for g, theta, state in zip(tangents, self.theta, self.state):
-            theta = [None if t is None else self.decay * t for t in theta]
-            state = [{key: self.decay * value for key, value in entries.items()} for entries in state]
-            moved.append(along(step, after, g, theta, state))
+        moved = [along(step, after, g, theta, state) for g, theta, state in tangents]
         self.theta, self.state = [theta for theta, _ in moved], [state for _, state in moved]
 
     def sweep(self, u: Cotangents, meta_params: Sequence[Tensor]) -> list[Tensor]:

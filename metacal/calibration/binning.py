@@ -17,7 +17,7 @@ from torch import Tensor
 from metacal.errors import require
 from metacal.predictions import Predictions
 
-__all__ = ["Bins", "bin_edges", "bin_index", "reliability_bins"]
+__all__ = ["Bins", "bin_edges", "bin_index", "reliability_bins", "wilson_interval"]
 
 _BLOCK = 1 << 16  # confidences taken at a time, so that what is made of them stays in the processor's cache
 
@@ -200,3 +200,14 @@ def debiased_square(count: Tensor, correct: Tensor, confidence_sum: Tensor) -> T
     square = ((correct - confidence_sum) / safe).square()
     variance = torch.where(count > 1, accuracy * (1 - accuracy) / (count - 1).clamp(min=1), 0.0)
     return (count * (square - variance)).sum(-1) / count.sum(-1)
+
+
+def wilson_interval(correct: Tensor, count: Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Wilson's score interval of a share correct/count, elementwise; NaN where count is 0."""
+    require(0 < level < 1, f"level must lie in (0, 1), got {level}")
+    z = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64))
+    n = count.double()
+    share = correct.double() / n
+    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * (share * (1 - share) / n + z**2 / (4 * n**2)).sqrt()
+    return (centre - half).clamp(min=0), (centre + half).clamp(max=1)

@@ -13,13 +13,13 @@ least 1 − α, over draws of both, and of at most 1 − α + 1/(n + 1) where no
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from metacal.calibration.arguments import require_predictions
+from metacal.calibration.binning import wilson_interval
 from metacal.errors import require, require_choice
 from metacal.predictions import Predictions
 
@@ -122,8 +122,7 @@ class ConformalSets:
 
 
 def share_interval(hits: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's interval of a binomial share: (h + z²/2 ± z √(h (n − h)/n + z²/4)) / (n + z²)."""
+    """`wilson_interval` of one binomial share, as numbers."""
     require(0 <= hits <= n and n > 0, f"hits must lie in 0..n with n > 0, got {hits} of {n}")
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    middle, half = hits + z**2 / 2, z * math.sqrt(hits * (n - hits) / n + z**2 / 4)
-    return max(0.0, (middle - half) / (n + z**2)), min(1.0, (middle + half) / (n + z**2))
+    low, high = wilson_interval(torch.tensor(hits), torch.tensor(n), level)
+    return float(low), float(high)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from metacal.calibration.arguments import require_predictions
+from metacal.calibration.ranking import pair_order
 from metacal.errors import require
 from metacal.predictions import Predictions
 
@@ -69,10 +70,9 @@ def separation(known: Tensor, other: Tensor) -> Separation:
     """AUROC = P(s > s') + P(s = s') / 2 for a score s of `known` (N,) and s' of `other` (M,); and P(s' >= t), t the
     largest threshold with P(s >= t) >= 0.95.
     """
-    known, other = known.double().cpu(), other.double().cpu().sort().values
-    below = torch.searchsorted(other, known)
-    up_to = torch.searchsorted(other, known, right=True)
-    auroc = float((below + up_to).double().mean()) / 2 / len(other)
+    known, other = known.double().cpu(), other.double().cpu()
+    scores, order = torch.cat([known, other]).sort()
+    auroc = float(pair_order(scores, order < len(known)))
     passing = math.ceil(TPR * len(known) - 1e-9)
     threshold = known.sort(descending=True).values[passing - 1]
     return Separation(auroc, float((other >= threshold).double().mean()))

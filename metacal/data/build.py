@@ -115,18 +115,19 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
     mean, std = mean.to(device), std.to(device)
     plain = Transform(1.0 if source.scale is None else source.scale, mean, std)
     augmented = replace(plain, crop_padding=cfg.crop_padding, flip=cfg.flip)
+    transforms = {"train": augmented, "meta": augmented if cfg.meta_augment else plain}
     splits = {
         name: Split(
             name,
             stored[name],
             torch.from_numpy(labels).to(device),
-            augmented if name == "train" or (name == "meta" and cfg.meta_augment) else plain,
+            transforms.get(name, plain),
             workers=cfg.workers if stream else 0,
         )
         for name, (_, labels) in parts.items()
     }
     if needs_meta and cfg.meta_from == "val":
-        splits["meta"] = replace(splits["val"], name="meta", transform=augmented)
+        splits["meta"] = replace(splits["val"], name="meta", transform=transforms["meta"])
     test_inputs, test_labels = parts["test"]
     content = hashlib.blake2b(test_inputs.digest() + test_labels.tobytes(), digest_size=8)
     return Data(

@@ -31,6 +31,7 @@ __all__ = [
     "adam_through",
     "along",
     "check_through",
+    "discounted",
     "record_step",
     "sgd_through",
     "through",
@@ -83,6 +84,16 @@ def states(optimizer: Optimizer, params: Sequence[Tensor]) -> list[State]:
         }
         for p in params
     ]
+
+
+def discounted(
+    theta: Sequence[Tensor | None], state: Sequence[State], factor: float
+) -> tuple[list[Tensor | None], list[State]]:
+    """Cotangents or tangents of θ and of the state, times a factor."""
+    return (
+        [None if t is None else factor * t for t in theta],
+        [{key: factor * value for key, value in entries.items()} for entries in state],
+    )
 
 
 def check_through(optimizer: Optimizer) -> None:

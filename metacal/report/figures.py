@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from metacal.calibration.binning import Bins, reliability_bins
+from metacal.calibration.binning import Bins, reliability_bins, wilson_interval
 from metacal.errors import require
 from metacal.predictions import Predictions
 from metacal.report.cells import Range, column_of
@@ -39,17 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["confidence_histogram", "gamma_scatter", "reliability_curves", "reliability_diagram", "wilson_interval"]
 
 _ACCURACY, _OVER, _UNDER = "#4878a8", "#c44e52", "#dd9a3c"
-
-
-def wilson_interval(correct: Tensor, count: Tensor, level: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Wilson's score interval of a share correct/count, elementwise; NaN where count is 0."""
-    require(0 < level < 1, f"level must lie in (0, 1), got {level}")
-    z = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64))
-    n = count.double()
-    share = correct.double() / n
-    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * (share * (1 - share) / n + z**2 / (4 * n**2)).sqrt()
-    return (centre - half).clamp(min=0), (centre + half).clamp(max=1)
 
 
 def reliability_diagram(

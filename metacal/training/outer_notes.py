@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from metacal.bilevel.signal import Signal
+from metacal.bilevel.signal import WINDOW, Signal, averaging_rate
 
 __all__ = ["OuterNotes"]
 
@@ -31,8 +31,8 @@ class OuterNotes:
         if "meta_gap" not in values or "gamma_mean" not in values:
             return []
         self.steps += 1
-        self.gap += max(1 / self.steps, 2 / (Signal.WINDOW + 1)) * (values["meta_gap"] - self.gap)
-        self.gammas = [*self.gammas, values["gamma_mean"]][-Signal.WINDOW :]
+        self.gap += averaging_rate(self.steps) * (values["meta_gap"] - self.gap)
+        self.gammas = [*self.gammas, values["gamma_mean"]][-WINDOW:]
         said = [self._bounded(), self._frozen(), self._coin_toss(values["hypergradient_snr"])]
         new = {kind: text for kind, text in filter(None, said) if kind not in self.said}
         self.said += new
@@ -54,18 +54,18 @@ class OuterNotes:
 
     def _frozen(self) -> tuple[str, str] | None:
         low, high = min(self.gammas), max(self.gammas)
-        if len(self.gammas) < Signal.WINDOW or abs(self.gap) < GAP or high - low > 1e-3 * max(1.0, abs(high)):
+        if len(self.gammas) < WINDOW or abs(self.gap) < GAP or high - low > 1e-3 * max(1.0, abs(high)):
             return None
         return "frozen", (
-            f"gamma stands still at {high:.3g}: it moved by {high - low:.1g} in {Signal.WINDOW} outer steps, "
+            f"gamma stands still at {high:.3g}: it moved by {high - low:.1g} in {WINDOW} outer steps, "
             f"{self._where}; try a larger meta.lr, a smaller gamma.tau, a longer meta.horizon"
         )
 
     def _coin_toss(self, ratio: float) -> tuple[str, str] | None:
-        if self.steps < Signal.WINDOW or abs(self.gap) < GAP or ratio > Signal.COIN_TOSS:
+        if self.steps < WINDOW or abs(self.gap) < GAP or ratio > Signal.COIN_TOSS:
             return None
         return "coin toss", (
-            f"the hypergradient's sign is a coin toss: its signal-to-noise ratio over the last {Signal.WINDOW} outer "
+            f"the hypergradient's sign is a coin toss: its signal-to-noise ratio over the last {WINDOW} outer "
             f"steps is {ratio:.2g}, {self._where}; try meta.objective=confidence_gap with meta.squared=true, larger "
             "meta batches, a longer meta.horizon"
         )

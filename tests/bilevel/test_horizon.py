@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bilevel_problems import make_problem
-from horizon_problems import ByLabel, batches_of, by_differences, by_sweep, error, optimizer_of, settled
+from horizon_problems import OPTIMIZERS, ByLabel, batches_of, by_differences, by_sweep, error, optimizer_of, settled
 from reference.hyper import central_differences
 from torch.optim import SGD, Optimizer
 
@@ -20,7 +20,7 @@ from metacal.optim import SAM, BulkSGD
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
-@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "maximize", "adam", "amsgrad", "adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, clip_norm: float | None) -> None:
     problem, optimizer = settled("mlp", name)
     batches = batches_of(problem, 5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bilevel_problems import make_problem
-from horizon_problems import batches_of, by_differences, by_sweep, error, optimizer_of, settled
+from horizon_problems import OPTIMIZERS, batches_of, by_differences, by_sweep, error, optimizer_of, settled
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
@@ -23,7 +23,7 @@ def by_tangents(problem: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
-@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "maximize", "adam", "amsgrad", "adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, clip_norm: float | None) -> None:
     problem, optimizer = settled("mlp", name)
     batches = batches_of(problem, 4)

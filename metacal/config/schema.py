@@ -88,7 +88,7 @@ class OuterKeys:
     """How the outer problem is solved."""
 
     every: int = option(1, "one outer step every so many inner steps", low=1)
-    start_epoch: int = option(0, "the first epoch with outer steps", low=0)
+    start: float = option(0.0, "the share of the training before the first outer step", low=0, below=1)
     horizon: int = option(1, "training steps that an outer step is differentiated through, at most meta.every", low=1)
     horizon_decay: float = option(1.0, "discount on each older step of the horizon", above=0, high=1)
     engine: str = option("forward", "how the hypergradient is computed", choices=ENGINES)

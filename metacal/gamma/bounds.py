@@ -46,7 +46,7 @@ def uncap(gamma: float, tau: float, gamma_max: float, gamma_min: float = 0.0) ->
 
 
 MARGIN = 0.02  # of gamma to its bounds, as a part of the range from 0 to the bound
-LEAST = 0.25  # gamma above a bound of 0, where softplus has a slope still and the loss is nearly cross-entropy
+LEAST = 0.1  # gamma above a bound of 0, where softplus has a slope still and the loss is nearly cross-entropy
 
 
 @torch.no_grad()

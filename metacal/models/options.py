@@ -24,4 +24,5 @@ class ModelConfig:
     norm: str | None = option(None, "cnn, resnets, wide_resnet, densenet: batch or group")
     patch_size: int | None = option(None, "vit: 4")
     heads: int | None = option(None, "vit: 4")
+    pool: int | None = option(None, "cnn: 1, cells a side that the last mean leaves; more of them overfit sooner")
     stem: str | None = option(None, "torchvision/<name>: small or original; by the images' size")

@@ -49,15 +49,19 @@ def cnn(
     activation: str = "relu",
     norm: str = "batch",
     dropout: float = 0.0,
+    pool: int = 1,
 ) -> nn.Sequential:
-    """Four 3x3 convolutions, each with norm and activation, then a global mean and the head: `(N, C, H, W) -> (N, K)`.
+    """Four 3x3 convolutions, each with norm and activation, then a mean and the head: `(N, C, H, W) -> (N, K)`.
 
     Channels: `width`, `width`, 2 `width`, 2 `width`. The first convolution has stride 2 for sides of 16 and
-    more, which makes a step about four times cheaper; maxima over 2x2 follow the second one.
+    more, which makes a step about four times cheaper; maxima over 2x2 follow the second one. The mean leaves
+    `pool` x `pool` cells: 1 is the global mean; with more the head has weights by place and can overfit.
     """
     channels, height, side = check_image_shape("cnn", input_shape, smallest=4)
     require(width >= 1, f"model.width must be >= 1, got {width}")
     check_dropout(dropout)
+    last = min(height, side) // (4 if min(height, side) >= 16 else 2)
+    require(1 <= pool <= last, f"model.pool must be between 1 and {last} for images of {height}x{side}, got {pool}")
     stride = 2 if min(height, side) >= 16 else 1
 
     def block(c_in: int, c_out: int, stride: int = 1) -> list[nn.Module]:
@@ -70,10 +74,10 @@ def cnn(
         nn.MaxPool2d(2),
         *block(width, 2 * width),
         *block(2 * width, 2 * width),
-        nn.AdaptiveAvgPool2d(1),
+        nn.AdaptiveAvgPool2d(pool),
         nn.Flatten(),
         *([nn.Dropout(dropout)] if dropout > 0 else []),
-        nn.Linear(2 * width, n_classes),
+        nn.Linear(2 * width * pool**2, n_classes),
     )
     init_conv_(net)
     return net

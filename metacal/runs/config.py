@@ -25,8 +25,9 @@ def translated(plain: dict[str, Any]) -> dict[str, Any]:
 
     Milestones of gamma were whole epochs before they were fractions. Before there were keys for these, meta images were
     augmented like training images, and `margin_smoothness` and the monitors' radius were in units of the inputs.
+    The outer steps' start was an epoch before it was a share of the training.
     """
-    return _with_units(_with_fractions(_with_augmentation(plain)))
+    return _with_units(_with_start(_with_fractions(_with_augmentation(plain))))
 
 
 def _with_augmentation(plain: dict[str, Any]) -> dict[str, Any]:
@@ -53,6 +54,15 @@ def _with_fractions(plain: dict[str, Any]) -> dict[str, Any]:
     if not milestones or not isinstance(epochs, int) or not all(isinstance(at, int) and at >= 1 for at in milestones):
         return plain
     return {**plain, "gamma": {**gamma, "milestones": [at / epochs for at in milestones]}}
+
+
+def _with_start(plain: dict[str, Any]) -> dict[str, Any]:
+    meta, epochs = plain.get("meta"), plain.get("epochs")
+    if not isinstance(meta, dict) or "start_epoch" not in meta or not isinstance(epochs, int) or epochs < 1:
+        return plain
+    epoch = meta["start_epoch"]
+    rest = {key: value for key, value in meta.items() if key != "start_epoch"}
+    return {**plain, "meta": {**rest, "start": min(epoch / epochs, 1 - 1e-9) if isinstance(epoch, int) else epoch}}
 
 
 def stated_config(folder: RunFolder) -> Config:

@@ -97,6 +97,7 @@ class _Training:
         self.folder, self.p = folder, p
         self.per_epoch = len(parts.train)
         self.schedule, self.warmup_steps = schedule_of(config), round(config.schedule.warmup_epochs * self.per_epoch)
+        self.meta_start = round(config.meta.start * config.epochs * self.per_epoch)  # the first step with an outer part
         self.base_lrs = [group["initial_lr"] for group in parts.optimizer.param_groups]
         self.save_every = max(1, round(config.checkpoint_every * self.per_epoch))
         self.state = State(parts.backbone, p.step, p.epoch, parts.optimizer)
@@ -149,7 +150,7 @@ class _Training:
     def _meta_batch(self) -> tuple[Tensor, ...]:
         """The next one, if the coming step has an outer part."""
         meta, p = self.parts.meta, self.p
-        if meta is None or not self.parts.step.due or p.epoch < self.config.meta.start_epoch:
+        if meta is None or not self.parts.step.due or p.step < self.meta_start:
             return ()
         if self.meta_stream is None:
             folds = self.meta_folds

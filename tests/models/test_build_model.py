@@ -216,6 +216,7 @@ class TestTorchvision:
         (ModelConfig("cnn"), (20,), r"model cnn needs images \(channels, height, width\), got inputs of shape \(20,\)"),
         (ModelConfig("cnn", norm="layer"), (3, 8, 8), "model.norm must be .*batch.*group.*got 'layer'"),
         (ModelConfig("cnn", width=0), (3, 8, 8), "model.width must be >= 1, got 0"),
+        (ModelConfig("cnn", pool=5), (3, 16, 16), "model.pool must be between 1 and 4 for images of 16x16, got 5"),
         (ModelConfig("cnn"), (3, 2, 2), "model cnn needs images of at least 4x4, got 2x2"),
         (ModelConfig("wide_resnet", depth=20), (3, 32, 32), r"model.depth of wide_resnet must be 6n \+ 4"),
         (ModelConfig("densenet", depth=4), (3, 32, 32), r"model.depth of densenet must be 6n \+ 4"),

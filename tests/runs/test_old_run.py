@@ -85,6 +85,9 @@ def test_milestones_in_fractions_stay(old):
         plain = {"epochs": 4, "gamma": gamma}
         assert translated(plain) is plain
     assert translated({"epochs": 4, "gamma": {"milestones": [1, 3]}})["gamma"] == {"milestones": [0.25, 0.75]}
+    meta = {"start_epoch": 3, "every": 2}
+    assert translated({"epochs": 12, "meta": meta})["meta"] == {"start": 0.25, "every": 2}
+    assert translated({"epochs": 2, "meta": meta})["meta"]["start"] < 1  # never
     for data, augmented in (({"flip": True}, True), ({"flip": True, "meta_augment": False}, False), ({}, None)):
         assert translated({"data": data})["data"].get("meta_augment") is augmented
     (old / "config.yaml").write_text((old / "config.yaml").read_text().replace("engine: forward", "engine: backward"))

@@ -97,7 +97,7 @@ def test_the_event_file_holds_scalars_images_histograms_text_and_hparams(finishe
             "meta.engine=difference",
             "optimizer=adamw",
             "meta.every=2",
-            "meta.start_epoch=1",
+            "meta.start=0.5",
         ],
         [
             "method=gamma_net",

@@ -23,6 +23,8 @@ EXTRAS = {
     "train": ("torchvision", "PIL", "hydra", "omegaconf", "rich", "tensorboard", "matplotlib"),
     "export": ("onnx", "onnxscript", "onnxruntime"),
     "higher": ("higher",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
 }
 """What extras of setup.cfg bring, by the names that are imported."""
 

@@ -50,7 +50,7 @@ class Option:
         help: one line, for somebody who reads a list of options.
         low, high: bounds that a number may reach; above, below: bounds that it may not. Numbers are finite, unless
             `infinite`.
-        choices: of a string, if it must be one of some.
+        choices: of a string, or of each in a list of strings, if it must be one of some.
         valid, must: a further check of the value, and what it asks for, to follow "must be".
         parts: where the value is the name of another part: these by name. The options of the one that is named stand
             beside this one.
@@ -219,7 +219,8 @@ def check_value(name: str, value: Any, described: Described) -> None:
     if value is None and optional:
         return
     if what.names and (what.parts is None or isinstance(value, str)):
-        require_choice(name, value, what.names)
+        for entry in value if isinstance(value, list) else [value]:
+            require_choice(name, entry, what.names)
     elif kind in (int, float):
         number = _number(value)
         whole = kind is not int or isinstance(number, Integral)

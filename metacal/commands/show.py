@@ -148,6 +148,7 @@ def _files(folder: RunFolder) -> dict[str, str]:
         folder.figures / "reliability.png": "the reliability diagram of test",
         folder.shift: "scores under corruptions",
         folder.log: "what it printed",
+        folder.sinks: "its ids at the services that it is logged to",
     }
     shown = {str(file.relative_to(folder.path)): said for file, said in told.items() if file.is_file()}
     events = folder.event_files()
@@ -156,11 +157,11 @@ def _files(folder: RunFolder) -> dict[str, str]:
 
 def _next_commands(folder: RunFolder, config: Mapping[str, Any]) -> list[str]:
     path = str(folder.path)
-    curves = shlex.join(["tensorboard", "--logdir", path])
+    curves = [shlex.join(["tensorboard", "--logdir", path])] if folder.event_files() else []
     if folder.in_use:
-        return [curves]
+        return curves
     if folder.interrupted:
-        return [shlex.join(["metacal", "train", f"resume={path}"]), curves]
+        return [shlex.join(["metacal", "train", f"resume={path}"]), *curves]
     if not folder.finished:
         return [folder.read_command() or shlex.join(["metacal", "train", str(folder.config), f"run_dir={path}"])]
     compared = str(folder.path.parent.parent) if folder.path.name.startswith("seed") else "RUNS"
@@ -169,7 +170,7 @@ def _next_commands(folder: RunFolder, config: Mapping[str, Any]) -> list[str]:
         shlex.join(["metacal", "predict", path, "IMAGES", "--out", "predictions.csv"]),
         shlex.join(["metacal", "train", str(folder.config), f"seed={int(config.get('seed') or 0) + 1}"]),
         shlex.join(["metacal", "compare", compared]),
-        curves,
+        *curves,
     ]
 
 

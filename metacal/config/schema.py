@@ -64,6 +64,11 @@ class Config:
         0, "epochs between checkpoints that are kept (checkpoints/epoch*.pt); 0: only best and last", low=0
     )
     progress: bool = option(True, "show the progress")
+    log: list[str] = option(
+        factory=lambda: ["tensorboard"],
+        help="where the run is logged beside metrics.jsonl, a list",
+        choices=("tensorboard", "wandb", "mlflow"),
+    )
     baselines: list[str] = option(factory=list, help="methods to train beside this one and to compare with")
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -10,6 +10,7 @@ predictions/             val.npz, test.npz of the selected epoch; val_last.npz, 
 figures/                 reliability.png, shift.png
 shift.json               what `metacal evaluate --shift` measured
 events.out.tfevents.*    TensorBoard's
+sinks.json               the run's id at each service that it is logged to
 log.txt                  the output of a run that a sweep or a study started
 """
 
@@ -41,6 +42,7 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.model = self.path / "model.pt"
         self.shift = self.path / "shift.json"
+        self.sinks = self.path / "sinks.json"
         self.log = self.path / "log.txt"
         self.figures = self.path / "figures"
         self.last = self.checkpoint("last")
@@ -133,7 +135,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what an earlier run left here: the files that a run writes, no others."""
-        files = [self.config, self.command, self.metrics, self.summary, self.model, self.shift]
+        files = [self.config, self.command, self.metrics, self.summary, self.model, self.shift, self.sinks]
         files += [*self.event_files(), *self.checkpoints()]
         files += [*self.path.glob("predictions/*.npz"), *self.figures.glob("*.png")]
         for file in files:
@@ -155,6 +157,18 @@ class RunFolder:
 
     def write_shift(self, measured: Mapping[str, Any]) -> None:
         _write(self.shift, to_json(measured) + "\n")
+
+    def read_sinks(self) -> dict[str, Any]:
+        """What `write_sinks` wrote; empty where there is nothing that can be read."""
+        try:
+            sinks = json.loads(self.sinks.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return sinks if isinstance(sinks, dict) else {}
+
+    def write_sinks(self, more: Mapping[str, Any]) -> None:
+        """Keep this beside what is there."""
+        _write(self.sinks, to_json({**self.read_sinks(), **more}) + "\n")
 
     def read_summary(self) -> dict[str, Any]:
         """What the run wrote when it ended.

@@ -24,6 +24,7 @@ NOT_IN_NAME = {
     "device",
     "threads",
     "progress",
+    "log",
     "baselines",
     "method",
     "checkpoint_every",

@@ -25,6 +25,7 @@ from metacal.runs.config import require_same_config
 from metacal.runs.folder import RunFolder, read_metrics, series_of
 from metacal.runs.naming import folder_of
 from metacal.studies.spec import read_spec
+from metacal.training.sinks import require_sinks
 
 __all__ = ["Job", "Study", "expand", "grid_jobs", "load_series", "load_study", "study_names"]
 
@@ -234,6 +235,7 @@ def _job(
 ) -> Job:
     """The run of a command; one that its folder already holds must be of the same config."""
     config = composed(words)
+    require_sinks(config.log)
     folder = folder_of(config, words, config_file)
     if folder.taken and not config.overwrite:
         require_same_config(config, folder)

@@ -34,6 +34,7 @@ from metacal.training.logging import ConsoleLog, RunLog
 from metacal.training.loop import train as train_loop
 from metacal.training.run import build_watch
 from metacal.training.setup import Parts, build_parts, choose_device
+from metacal.training.sinks import require_sinks
 from metacal.training.state import Progress
 
 __all__ = ["Fit", "fit"]
@@ -122,6 +123,7 @@ def fit(
     device: str = Config.device,
     overrides: Sequence[str] = (),
     run_dir: str | Path | None = None,
+    log: Sequence[str] | None = None,
     progress: bool = Config.progress,
 ) -> Fit:
     """Train `model` for calibration, in place.
@@ -165,16 +167,17 @@ def fit(
         overrides: keys of the optimizer, schedule, loss, gamma, penalties, meta problem, monitors and precision, as on
             the command line: ``["optimizer=sam", "optimizer.lr=0.05", "penalties.mbls.weight=0.1"]``.
         run_dir: a folder for checkpoints, metrics.jsonl and TensorBoard's file; None writes nothing.
+        log: where the run is logged beside metrics.jsonl: some of "tensorboard", "wandb" and "mlflow"; it needs a
+            `run_dir`. None: TensorBoard.
 
     Raises:
         InputError: for input that cannot be used, before training.
         RunError: for a loss, gradient or hypergradient that is not finite.
     """
     given = {"epochs": epochs, "seed": seed, "select": select, "patience": patience}
-    given |= {"data.batch_size": batch_size, "data.meta_from": meta_from}
+    given |= {"data.batch_size": batch_size, "data.meta_from": meta_from, "log": _as_word(log)}
     config = _composed(method, overrides, given, optimizer, {"lr": lr, "weight_decay": weight_decay})
-    require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
-    _check(callbacks, run_dir)
+    _check(model, callbacks, run_dir, config.log if log is None else log, log is not None)
     if meta is not None:
         config = _with_meta_given(config, meta_from)
     own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -224,11 +227,21 @@ def _with_meta_given(config: Config, meta_from: str | None) -> Config:
     return replace(config, data=replace(config.data, meta_from=DataConfig.meta_from))
 
 
-def _check(callbacks: Sequence[Any], run_dir: str | Path | None) -> None:
+def _as_word(log: Sequence[str] | None) -> str | None:
+    """Names of sinks as the value of a word."""
+    require(log is None or not isinstance(log, str), f"log must be a list of names, got the string {log!r}")
+    return None if log is None else f"[{','.join(map(str, log))}]"
+
+
+def _check(model: Any, callbacks: Sequence[Any], run_dir: str | Path | None, log: Sequence[str], given: bool) -> None:
+    """given: whether `log` was, and is not the default."""
+    require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
     for callback in callbacks:
         require(callable(callback), f"callbacks must be functions of what a validation measured, got {callback!r}")
+    require(not given or run_dir is not None, f"log={list(log)} needs a run_dir, where the run's id is kept")
     if run_dir is not None:
-        require_packages("run_dir", "tensorboard", "matplotlib")
+        require_packages("run_dir", "matplotlib")
+        require_sinks(log)
 
 
 @contextmanager
@@ -298,7 +311,7 @@ def _composed(
     own = isinstance(optimizer, torch.optim.Optimizer)
     for key in settings:
         require(not own, f"{key} cannot be given beside an optimizer of your own: set it there")
-    taken = {"epochs", "seed", "select", "patience", "method", "device", "loss.class_weight"}
+    taken = {"epochs", "seed", "select", "patience", "method", "device", "log", "loss.class_weight"}
     taken |= {f"optimizer.{key}" for key in settings}
     if isinstance(optimizer, str):
         taken.add("optimizer")
@@ -340,7 +353,7 @@ def _trained(
             require(not folder.config.exists(), f"run_dir {run_dir} already holds a run; choose another")
             folder.write_config(to_yaml(shown))
         torch.manual_seed(config.seed)
-        log = RunLog(folder.path if folder else None)
+        log = RunLog(folder.path if folder else None, sinks=config.log)
         if folder is not None:
             log.start(shown)
         console = ConsoleLog(config.method, config.epochs * len(parts.train), config.epochs, enabled=progress)

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, TensorBoard's event file, and lines or a live bar on the console."""
+"""What a run tells: metrics.jsonl, the sinks of `log=[…]`, and lines or a live bar on the console."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from metacal.config import Config
-from metacal.config.compose import to_yaml
-from metacal.errors import RunError, note
+from metacal.errors import InputError, RunError, note
 from metacal.report.cells import in_words
 from metacal.runs.folder import RunFolder, read_metrics
-from metacal.training import dashboards
+from metacal.training.sinks import Histogram, Sink, open_sink
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,40 +34,50 @@ _FIGURE_SECONDS = 0.25  # taken for the first one, when none has been timed
 
 
 class RunLog:
-    """Numbers to metrics.jsonl and TensorBoard, both in the run folder; nothing at all when `folder` is None.
+    """Numbers to metrics.jsonl in the run folder and to the run's sinks; nothing at all when `folder` is None.
 
     A line of metrics.jsonl is ``{"step": …, "epoch": …, "split": …, name: value, …}``; the same value is called
-    ``split/name`` in TensorBoard. Values that are not finite become null, since JSON has no NaN.
+    ``split/name`` in the sinks. Values that are not finite become null, since JSON has no NaN.
+
+    A resumed run logs again what it had logged after its checkpoint. metrics.jsonl and TensorBoard's file are cut back
+    to the checkpoint first. A service is given all of metrics.jsonl and what follows, and takes what it does not have.
 
     Args:
         step: that the run starts or goes on at.
         resume: what `state_dict` gave at that step; None starts anew.
+        sinks: their names, as in `log=[…]`.
     """
 
-    def __init__(self, folder: Path | None, step: int = 0, resume: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        step: int = 0,
+        resume: Mapping[str, Any] | None = None,
+        sinks: Sequence[str] = ("tensorboard",),
+    ) -> None:
         self.history: list[dict[str, float]] = []  # what each validation logged, in memory
         self.figures_wait = False  # figures were due and too dear
         self._folder = None if folder is None else RunFolder(folder)
-        self._writer: Any = None
+        self._sinks: dict[str, Sink] = {}
         self._file: Any = None
-        self._tags: set[str] = set()
-        self._described: set[str] = set()  # in this run's event files
-        self._layout: Mapping[str, Any] = {}
+        self._finished = False
         self._began, self._drawing, self._drawn = time.perf_counter(), 0.0, 0
         if self._folder is None:
             return
-        from torch.utils.tensorboard import SummaryWriter  # about a second to import
-
         if resume is None:
             self._folder.metrics.write_bytes(b"")
         else:
             self._go_back(self._folder, resume)
         self._file = open(self._folder.metrics, "a", buffering=1)  # noqa: SIM115 (closed by close)
-        # The mark of a start: TensorBoard discards what came later, at a run's second one.
-        self._writer = SummaryWriter(str(folder), purge_step=0 if resume is None else step + 1, flush_secs=30)
+        try:
+            for name in dict.fromkeys(sinks):
+                self._sinks[name] = open_sink(name, self._folder, step, resume)
+        except InputError:
+            self.close()
+            raise
 
     def _go_back(self, folder: RunFolder, state: Mapping[str, Any]) -> None:
-        """To what `state_dict` saw. What was logged after it goes, since it is logged again: in both files."""
+        """To what `state_dict` saw. What was logged after it goes, since it is logged again."""
         path = folder.metrics
         with open(path, "ab") as file:
             lost = state["metrics_bytes"] - file.tell()
@@ -82,15 +91,8 @@ class RunLog:
             note(f"{path} has lost its last {lost} bytes: what they held is missing from the curves")
         if damaged := read_metrics(path)[1]:
             note(f"{path}: line {', '.join(map(str, damaged))} cannot be read: the curves lack what they hold")
-        if "events" not in state:  # of an older run: TensorBoard discards what came later by the mark of the start
+        if "figures_wait" not in state:  # of an older run
             return
-        for file in folder.event_files():
-            if file.name not in state["events"]:
-                file.unlink()
-            elif file.stat().st_size > state["events"][file.name]:
-                os.truncate(file, state["events"][file.name])
-        self._tags, self._described = set(state["tags"]), set(state.get("described", ()))
-        self._layout = dashboards.layout(self._tags) if folder.event_files() else {}
         self.figures_wait = state["figures_wait"]
         self._began -= state["elapsed"]
         self._drawing, self._drawn = state["drawing"], state["drawn"]
@@ -103,17 +105,16 @@ class RunLog:
         if self._folder is None or self._file is None:
             return {}
         self._file.flush()
-        self._writer.flush()
-        return {
+        state = {
             "metrics_bytes": self._file.tell(),
-            "events": {file.name: file.stat().st_size for file in self._folder.event_files()},
-            "tags": sorted(self._tags),
-            "described": sorted(self._described),
             "figures_wait": self.figures_wait,
             "elapsed": time.perf_counter() - self._began,
             "drawing": self._drawing,
             "drawn": self._drawn,
         }
+        for sink in self._sinks.values():
+            state |= sink.state_dict()
+        return state
 
     def scalars(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         """Log ``split/name`` → value."""
@@ -124,41 +125,22 @@ class RunLog:
             split, _, measure = name.partition("/")
             by_split.setdefault(split, {})[measure] = value if math.isfinite(value) else None
         try:
-            self._arrange(values)
-            self._write_scalars(values, step)
-            self._write_scalars(dashboards.by_epoch(values), epoch)
             for split, measures in by_split.items():
                 self._file.write(json.dumps({"step": step, "epoch": epoch, "split": split, **measures}) + "\n")
+            self._tell(lambda sink: sink.scalars(values, step, epoch))
         except OSError as error:
             raise RunError(f"{self._file.name} could not be written: {error.strerror}") from error
 
-    def _write_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """All of them as one event: ten times cheaper than `add_scalar` for each. The first of a tag describes it."""
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-
-        if not values:
-            return
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        for value in summary.value:
-            if value.tag not in self._described:
-                self._described.add(value.tag)
-                value.metadata.CopyFrom(SummaryMetadata(summary_description=dashboards.describe(value.tag)))
-        self._writer.file_writer.add_summary(summary, step)
-
-    def _arrange(self, tags: Iterable[str]) -> None:
-        """Write the layout of the custom-scalars tab when new tags give it more charts; TensorBoard takes the last."""
-        if self._tags.issuperset(tags) and self._layout:
-            return
-        self._tags.update(tags)
-        layout = dashboards.layout(self._tags)
-        if layout != self._layout:
-            self._layout = layout
-            self._writer.add_custom_scalars(
-                {
-                    category: {chart: ["Multiline", tags] for chart, tags in charts.items()}
-                    for category, charts in layout.items()
-                }
-            )
+    def _tell(self, what: Callable[[Sink], Any]) -> None:
+        """Tell every sink. A service that fails is told nothing more, and the run goes on without it."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                what(sink)
+            except Exception as error:  # whatever the client of a service may raise
+                if sink.in_folder:
+                    raise
+                del self._sinks[name]
+                note(f"log=[{name}] failed: {error}; the run goes on without it, and metrics.jsonl has every number")
 
     def histogram(
         self, name: str, values: torch.Tensor, step: int, low: float | None = None, high: float | None = None
@@ -167,34 +149,22 @@ class RunLog:
 
         The number of bins is fixed: rules that derive it from the data take millions for a few outliers.
         """
-        if self._writer is None or not values.numel() or not bool(torch.isfinite(values).all()):
+        if not self._sinks or not values.numel() or not bool(torch.isfinite(values).all()):
             return
         numbers = values.detach().double().flatten().cpu().numpy()
         low, high = (float(numbers.min()) if low is None else low), (float(numbers.max()) if high is None else high)
         if not low < high:
             low, high = low - 0.5, low + 0.5
-        counts, edges = np.histogram(numbers, 50, (low, high))
-        full = np.flatnonzero(counts)
-        shown = slice(full[0], full[-1] + 1)  # of the outer ones TensorBoard takes the least and the largest value
-        self._writer.add_histogram_raw(
-            name,
-            min=numbers.min(),
-            max=numbers.max(),
-            num=len(numbers),
-            sum=numbers.sum(),
-            sum_squares=numbers @ numbers,
-            bucket_limits=edges[1:][shown].tolist(),
-            bucket_counts=counts[shown].tolist(),
-            global_step=step,
-        )
+        histogram = Histogram(numbers, *np.histogram(numbers, 50, (low, high)))
+        self._tell(lambda sink: sink.histogram(name, histogram, step))
 
     def figures(self, draw: Mapping[str, Callable[[], Figure]], step: int, share: float | None = None) -> None:
-        """Draw figures into the Images tab, by name.
+        """Draw figures, by name.
 
         With `share`, only if drawing has taken and will take less than this share of the time since the run began;
         otherwise `figures_wait` is true until it does.
         """
-        if self._writer is None:
+        if not self._sinks:
             return
         each = self._drawing / self._drawn if self._drawn else _FIGURE_SECONDS
         expected = self._drawing + each * len(draw)
@@ -208,45 +178,43 @@ class RunLog:
             self._drawn += 1
 
     def figure(self, name: str, figure: Figure, step: int) -> None:
-        """Put `figure` into the Images tab. It is rendered here, so that no pyplot state is made."""
-        if self._writer is None:
+        """Log `figure` as an image. It is rendered here, so that no pyplot state is made."""
+        if not self._sinks:
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
-        self._writer.add_image(name, np.asarray(canvas.buffer_rgba())[..., :3].copy(), step, dataformats="HWC")
+        pixels = np.asarray(canvas.buffer_rgba())[..., :3].copy()
+        self._tell(lambda sink: sink.image(name, pixels, step))
 
     def text(self, name: str, text: str, step: int = 0) -> None:
-        if self._writer is not None:
-            self._writer.add_text(name, text, step)
+        self._tell(lambda sink: sink.text(name, text, step))
 
     def start(self, config: Config, command: str = "") -> None:
-        """What this run is: the entry of the HParams tab, the config and the command as text. Once in a run's life."""
-        if self._writer is None:
-            return
-        for summary in (dashboards.experiment(config), dashboards.session_start(dashboards.hyperparameters(config))):
-            self._writer.file_writer.add_summary(summary)
-        self.text("config", "```yaml\n" + to_yaml(config) + "```")
-        if command:
-            self.text("command", f"`{command}`")
-        self._writer.flush()  # a killed run is still to be recognised, and a resumed one does not write this again
+        """What this run is, for the sinks that do not know it, and for services the numbers that they do not have."""
+        self._tell(lambda sink: None if sink.resumed else sink.start(config, command))
+        if self._folder is not None and any(not sink.in_folder for sink in self._sinks.values()):
+            lines = read_metrics(self._folder.metrics)[0]
+            self._tell(lambda sink: None if sink.in_folder else _repeat(lines, sink))
 
-    def finish(self, values: Mapping[str, float], step: int) -> None:
-        """The run is over: those of `values` that the HParams tab shows, and its status."""
-        if self._writer is None:
-            return
-        # those of val have their curve
-        self._write_scalars({k: values[k] for k in dashboards.METRICS if k in values and k[:4] != "val/"}, step)
-        rows = [f"| {tag} | {dashboards.describe(tag)} |" for tag in sorted(self._described)]
-        self.text("scalars", "\n".join(["| scalar | |", "|---|---|", *rows]), step)
-        self._writer.file_writer.add_summary(dashboards.session_end())
+    def finish(self, values: Mapping[str, Any], step: int) -> None:
+        """The run is over, and `values` are its summary."""
+        self._tell(lambda sink: sink.finish(values, step))
+        self._finished = True
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._writer.close()
-            self._file = self._writer = None
+            self._tell(lambda sink: sink.close(self._finished))
+            self._file, self._sinks = None, {}
+
+
+def _repeat(lines: Sequence[Mapping[str, Any]], sink: Sink) -> None:
+    """The numbers of a metrics.jsonl, which leaves open whether one that is missing was infinite or not a number."""
+    for line in lines:
+        values = {f"{line['split']}/{k}": v for k, v in line.items() if k not in ("step", "epoch", "split")}
+        sink.scalars({tag: value for tag, value in values.items() if value is not None}, line["step"], line["epoch"])
 
 
 class ConsoleLog:

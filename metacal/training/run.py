@@ -48,6 +48,7 @@ from metacal.training.setup import (
     trained_loss,
     training_batches,
 )
+from metacal.training.sinks import require_sinks
 from metacal.training.state import Progress, restore
 
 __all__ = ["Outcome", "build_watch", "run", "show_together"]
@@ -91,6 +92,7 @@ def run(
     """
     if outcome := _finished(config, folder, reuse):
         return outcome
+    require_sinks(config.log)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
@@ -153,15 +155,15 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
 
     if config.progress:
         print(_introduced(config, data, parts, folder), flush=True)
-    log = RunLog(folder.path, progress.step, state and state.get("log", state))  # older ones: beside the rest
+    logged = state and state.get("log", state)  # older ones: beside the rest
+    log = RunLog(folder.path, progress.step, logged, config.log)
     console = ConsoleLog(
         f"{config.method} seed {config.seed}",
         config.epochs * len(parts.train),
         config.epochs,
         enabled=config.progress,
     )
-    if state is None:
-        log.start(config, command)
+    log.start(config, command)
     try:
         with _stop_on_signals() as stop:
             progress, best = train(config, parts, watch, log, console, folder, progress, stop)
@@ -355,5 +357,6 @@ def show_together(outcomes: Sequence[Outcome]) -> int:
     if len(outcomes) > 1:
         compare = shlex.join(["metacal", "compare", str(root)])
         console.print(f"do they differ beyond noise? {compare}", highlight=False, soft_wrap=True)
-    console.print(f"curves: {curves}", highlight=False, soft_wrap=True)
+    if first.event_files():
+        console.print(f"curves: {curves}", highlight=False, soft_wrap=True)
     return max(o.status for o in outcomes)

@@ -44,7 +44,8 @@ def _shown(folder: RunFolder) -> str:
     elif val := _last_val(folder):
         parts.append(f"val at epoch {val[0]}: {val[1]}")
     parts.append("files\n" + _aligned(_files(folder), "  "))
-    parts.append("go on\n" + "\n".join(f"  {line}" for line in _next_commands(folder, config)))
+    if commands := _next_commands(folder, config):
+        parts.append("go on\n" + "\n".join(f"  {line}" for line in commands))
     return "\n\n".join(filter(None, parts))
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: pages in the project's root, and anchors and tables as GitHub makes them."""
+"""What mkdocs.yml cannot say: pages in the project's root, anchors and tables as GitHub makes them, links to arXiv."""
 
 from __future__ import annotations
 
@@ -32,4 +32,5 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     def as_html(span: re.Match[str]) -> str:
         return "<code>" + escape(span[1]).replace("\\|", "&#124;") + "</code>"
 
-    return re.sub(r"`([^`\n]*\\\|[^`\n]*)`", as_html, markdown)
+    markdown = re.sub(r"`([^`\n]*\\\|[^`\n]*)`", as_html, markdown)
+    return re.sub(r"\barXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", markdown)

@@ -16,7 +16,7 @@ _GAP = 1e-8  # nats of log-likelihood, of the whole split, that the weights may 
 
 
 class EnsembleTemperatureScaling(Scaling):
-    """w_1 softmax(z / T) + w_2 softmax(z) + w_3 / K with w >= 0, Σ w = 1. Zhang et al. 2020 (arXiv 2003.07330).
+    """w_1 softmax(z / T) + w_2 softmax(z) + w_3 / K with w >= 0, Σ w = 1. Zhang et al. 2020 (arXiv 2003.07329).
 
     T is that of `TemperatureScaling`; then w maximises Σ_i log p_i(y_i) + 60 log w_1, as if 60 predictions more spoke
     for plain temperature scaling. The problem is convex, and is solved to 3 · 10^-8 nats. Every predicted class stays.

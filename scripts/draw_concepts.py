@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 import metacal
 from metacal import losses
@@ -65,9 +66,10 @@ def calibration() -> Figure:
         ax.vlines(claimed, seen, claimed, color=RED, linewidth=6, alpha=0.5, label="the gap")
         ax.plot([0.5, 1], [0.5, 1], color=GREY, linewidth=1, linestyle="--")
         ax.set(xlim=(0.49, 1.01), ylim=(0.4, 1.02), xlabel="confidence of the answer")
-        ax.set_title(
-            f"{title}\n{accuracy(p):.0%} right, mean confidence {confidence(p):.0%}, ECE {ece(p):.1%}", loc="left"
-        )
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(PercentFormatter(1, decimals=0, symbol=" %"))
+        right, sure, gap = (100 * measure(p) for measure in (accuracy, confidence, ece))
+        ax.set_title(f"{title}\n{right:.0f} % right, confidence {sure:.0f} %, ECE {gap:.1f} %", loc="left")
     axes[0].set_ylabel("share that is right")
     axes[0].legend(loc="upper left")
     return figure
@@ -81,7 +83,12 @@ def gamma_and_sece() -> Figure:
     labels = torch.ones(len(p_label), dtype=torch.long)
     for gamma, color in ((0, GREY), (1, GREEN), (3, BLUE), (10, RED)):
         left.plot(p_label, losses.focal(logits, labels, float(gamma)), color=color, label=f"γ = {gamma}")
-    left.set(ylim=(0, 3), xlabel="probability of the label, $p_y$", title=r"focal loss $-(1-p_y)^\gamma\,\log\,p_y$")
+    left.set(
+        ylim=(0, 3),
+        xlabel="probability of the label, $p_y$",
+        ylabel="loss",
+        title=r"focal loss $-(1-p_y)^\gamma\,\log\,p_y$",
+    )
     left.legend()
 
     p = answers(400, 2.5, seed=3)
@@ -94,7 +101,8 @@ def gamma_and_sece() -> Figure:
     right.plot(c, average, color=BLUE, label="their kernel average ã")
     right.fill_between(c, average, c, color=RED, alpha=0.25, label="SECE: the mean distance")
     right.plot([0.5, 1], [0.5, 1], color=GREY, linewidth=1, linestyle="--")
-    right.set(xlim=(0.49, 1.01), ylim=(-0.05, 1.05), xlabel="confidence c", title="smooth expected calibration error")
+    right.set(xlim=(0.49, 1.01), ylim=(-0.05, 1.05), xlabel="confidence c", ylabel="right",
+              title="smooth expected calibration error")  # fmt: skip
     right.legend(loc="center left", bbox_to_anchor=(0.0, 0.3))
     return figure
 
@@ -141,7 +149,13 @@ def margins_and_curvature() -> Figure:
         left.plot(m, 1 - torch.softmax(logits, 1)[:, 0], color=color, label=f"$1-p_y$, {label}")
     left.fill_between(m, torch.exp(-m) / n_classes, (n_classes - 1) * torch.exp(-m), color=GREY, alpha=0.25,
                       label="from $e^{-m}/K$ to $(K-1)\\,e^{-m}$")  # fmt: skip
-    left.set(yscale="log", ylim=(1e-6, 10), xlabel="margin m of the label", title="a large margin leaves a small miss")
+    left.set(
+        yscale="log",
+        ylim=(1e-6, 10),
+        xlabel="margin m of the label",
+        ylabel="miss, 1 − p",
+        title="a large margin leaves a small miss",
+    )
     left.legend(loc="lower left")
 
     theta = torch.linspace(-1.5, 1.5, 100)

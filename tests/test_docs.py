@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import doctest
 import functools
 import importlib
 import io
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
@@ -147,6 +149,25 @@ def test_the_api_pages_show_every_public_name() -> None:
     ]
     names = [f"metacal.{name}" for name in metacal.__all__ if name != "__version__"]
     assert sorted(shown) == sorted({*names, *modules, *hidden})
+
+
+EXAMPLES = re.compile(r"^```pycon\n(.*?)^```", re.M | re.S)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "api").glob("*.md")), ids=lambda page: page.stem)
+def test_the_api_pages_have_an_example_of_every_name_that_runs(page: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    examples = "\n".join(EXAMPLES.findall(text))
+    for shown in re.findall(r"^::: (\S+)", text, re.M):
+        named = getattr(pkgutil.resolve_name(shown), "__all__", [shown.rpartition(".")[2]])
+        lacking = [name for name in named if not re.search(rf"\b{name}\b", examples)]
+        assert not lacking, f"{shown} has no example of {', '.join(lacking)}"
+    said = io.StringIO()
+    tests = doctest.DocTestParser().get_doctest(examples, {}, page.name, str(page), 0)
+    with contextlib.redirect_stderr(io.StringIO()):
+        failed, _ = doctest.DocTestRunner(verbose=False).run(tests, out=said.write)
+    assert not failed, said.getvalue()
 
 
 def test_the_tutorials_study_can_be_loaded(tmp_path: Path) -> None:

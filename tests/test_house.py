@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "jsonio": "errors",
     "options": "errors",
     "predictions": "errors files",
+    "ranks": "errors",
     "network": "errors",
     "modes": "errors",
     "pixels": "errors",

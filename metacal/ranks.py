@@ -12,6 +12,7 @@ what it was given without touching it. Every rank must call every function that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from metacal.errors import InputError
 
@@ -33,6 +35,7 @@ __all__ = [
     "gather_integers",
     "gather_objects",
     "gather_rows",
+    "gather_together",
     "is_first",
     "messages_sent",
     "rank",
@@ -41,6 +44,7 @@ __all__ = [
     "share",
     "size",
     "sum_",
+    "summed",
 ]
 
 T = TypeVar("T")
@@ -203,9 +207,18 @@ class _Gathered(torch.autograd.Function):
         return whole[ctx.layout.here], None, None
 
 
-class _Summed(torch.autograd.Function):
-    """The sum over ranks; its transpose is the same sum."""
+def summed(t: Tensor) -> Tensor:
+    """The sum over ranks, for a network that computes with it: linear, and its own transpose, one message each.
 
+    Derivatives of every order are those of Σ_r f_r in this rank's t. One function to a mode of torch, as it is to a
+    tape of derivatives along a direction.
+    """
+    if has_torch_function((t,)):
+        return handle_torch_function(summed, (t,), t)
+    return t if size() == 1 else _Summed.apply(t)
+
+
+class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor) -> Tensor:
         total = t.clone(memory_format=torch.contiguous_format)
@@ -215,6 +228,17 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return _Summed.apply(grad)
+
+
+@torch.no_grad()
+def gather_together(tensors: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
+    """The rows of all ranks of several tensors `(n_r, …)`, of any types, without graphs: one message for all of them."""
+    if size() == 1:
+        return [t.detach() for t in tensors]
+    layout = rows(len(tensors[0])) if counts is None else Rows(tuple(counts), rank())
+    parts = [t.detach().reshape(len(t), math.prod(t.shape[1:])).contiguous().view(torch.uint8) for t in tensors]
+    whole = _all_rows(torch.cat(parts, 1), layout).split([part.shape[1] for part in parts], 1)
+    return [w.contiguous().view(t.dtype).view(len(w), *t.shape[1:]) for w, t in zip(whole, tensors)]
 
 
 def _all_rows(t: Tensor, layout: Rows) -> Tensor:

@@ -356,10 +356,10 @@ class Streams:
 def check_repeated(repeated: Tensor, recorded: Tensor, tolerance: float, remedy: str) -> None:
     """Raise `InputError` unless a pass that had to repeat another one gave its logits, up to rounding.
 
-    tolerance: on the root mean square of the difference, relative to that of the recorded logits.
+    tolerance: on the norm of the difference, relative to that of the recorded logits.
     """
-    gap = (repeated.detach().double() - recorded.detach().double()).square().mean().sqrt()
-    size = recorded.detach().double().square().mean().sqrt()
+    gap = (repeated.detach().double() - recorded.detach().double()).norm()
+    size = recorded.detach().double().norm()
     if not gap <= tolerance * size + 1e-30:
         raise InputError(
             f"model gave other logits when its pass was repeated (by {float(gap / size):.1e} of their size): its "

@@ -232,7 +232,7 @@ class _Summed(torch.autograd.Function):
 
 @torch.no_grad()
 def gather_together(tensors: Sequence[Tensor], counts: Sequence[int] | None = None) -> list[Tensor]:
-    """The rows of all ranks of several tensors `(n_r, …)`, of any types, without graphs: one message for all of them."""
+    """The rows of all ranks of several tensors `(n_r, …)` of any types, without graphs, in one message."""
     if size() == 1:
         return [t.detach() for t in tensors]
     layout = rows(len(tensors[0])) if counts is None else Rows(tuple(counts), rank())

@@ -30,15 +30,15 @@ MAY_IMPORT = {
     "mixing": "errors",
     "calibration": "errors files names options predictions",
     "margins": "calibration errors modes network pixels predictions",
-    "curvature": "autodiff errors losses network",
+    "curvature": "autodiff errors losses network ranks",
     # what is trained, and on what
     "data": "errors files options",
     "models": "errors network options",
     "gamma": "calibration errors losses models modes options predictions",
     "penalties": "autodiff calibration curvature errors margins network options pixels",
     "objective": "calibration errors losses options penalties",
-    "optim": "curvature errors models network options",
-    "bilevel": "autodiff calibration errors gamma mixing network objective optim",
+    "optim": "curvature errors models network options ranks",
+    "bilevel": "autodiff calibration errors gamma mixing network objective optim ranks",
     "monitors": "calibration curvature errors margins models modes options pixels predict predictions",
     # runs
     "config": "bilevel calibration configs data errors gamma losses models monitors names objective optim options "

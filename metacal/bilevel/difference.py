@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from metacal import ranks
 from metacal.autodiff.cuts import Cuts
 from metacal.bilevel.passes import Engine, Recorded
 from metacal.errors import require
@@ -118,11 +119,13 @@ class _Compared(Recorded):
         w = product + signs * _rms(product)  # not J v itself, to which an error may be orthogonal
         with self.network.holding(self.leaves):
             grads = torch.autograd.grad(self.graph, self.leaves, w, allow_unused=True)
-        right = sum(float((g * t).sum()) for g, t in zip(grads, v) if g is not None and t is not None)
+        right = [(g * t).sum() for g, t in zip(grads, v) if g is not None and t is not None]
+        pulled_back = torch.stack(right).sum() if right else product.new_zeros(())
         del self.graph, self.leaves
 
         def agrees(jv: Tensor, tolerance: float) -> bool:
-            return not abs(float((w * jv).sum()) - right) > tolerance * float(w.norm() * jv.norm())
+            left, pulled, w2, jv2 = _sums((w * jv).sum(), pulled_back, w.square().sum(), jv.square().sum())
+            return not abs(left - pulled) > tolerance * math.sqrt(w2 * jv2)
 
         def central(step: float) -> Tensor:
             return (self._logits_at(step) - self._logits_at(-step)) / (2 * step)
@@ -137,5 +140,16 @@ class _Compared(Recorded):
         self.engine.checked = True
 
 
+def _sums(*values: Tensor) -> list[float]:
+    """0-d tensors, summed over ranks."""
+    together = torch.stack([value.double() for value in values])
+    ranks.sum_([together])
+    return together.tolist()
+
+
 def _rms(x: Tensor) -> float:
-    return float(x.square().mean().sqrt())
+    """Root mean square, over ranks."""
+    if ranks.size() == 1:
+        return float(x.square().mean().sqrt())
+    square, count = _sums(x.square().sum(), torch.tensor(x.numel()))
+    return math.sqrt(square / count)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from metacal import ranks
 from metacal.bilevel.inner import Gradient, Inner
 from metacal.bilevel.passes import Again, added
 from metacal.bilevel.second_order import products
@@ -88,4 +89,5 @@ class Horizon(Window):
             theta = [added(a, b) for a, b in zip(theta, bent)]
             if self.decay != 1:
                 theta, state = discounted(theta, state, self.decay)
+        ranks.sum_(total)
         return total

@@ -4,6 +4,9 @@
 
 With weights w of the classes the mean is Σ_i w_{y_i} ℓ_i / Σ_i w_{y_i}. γ is a constant in ∇_θ L. `MetaStep` takes the
 optimizer's step on that gradient and, where an outer part is due, goes on from the recorded passes.
+
+A batch may be taken in parts, and of several ranks (`metacal.ranks`) each has its share: n_p of the n samples. A part
+contributes n_p / n of its own means, so that the sum over parts and ranks is L and ∇_θ L of the whole batch.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metacal import ranks
+from metacal.bilevel.batch import Batch, Last, joined, last_of, mean_of, penalty_on, sum_gradients
 from metacal.bilevel.passes import Engine, Pass
 from metacal.bilevel.penalty_report import PenaltyReport
 from metacal.errors import InputError, require
@@ -65,45 +70,6 @@ _QUANTITY = {
 
 
 @dataclass
-class Last:
-    """What monitors may want of the last step, detached and on the device: reading it waits for nothing."""
-
-    logits: Tensor
-    labels: Tensor
-    features: Tensor | None
-    gamma: Tensor | None
-    meta_logits: Tensor | None = None
-    meta_labels: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A training batch at its step, or a part of one.
-
-    other, weight: of a mixed batch, the other labels and the weight of the first. start, total: the place of its first
-    sample in the whole batch, and how many that has; None: it is the whole. class_weight: the mean of its samples'
-    class weights over the whole batch; None: there are none.
-    """
-
-    x: Tensor
-    y: Tensor
-    count: int
-    epoch: float
-    other: Tensor | None = None
-    weight: float = 1.0
-    start: int = 0
-    total: int | None = None
-    class_weight: Tensor | None = None
-
-    def parts(self, size: int | None) -> list[Batch]:
-        """At most `size` samples each; None: the whole."""
-        if size is None or size >= len(self.x):
-            return [self]
-        starts, pairs = range(0, len(self.x), size), zip(self.x.split(size), self.y.split(size))
-        return [replace(self, x=x, y=y, start=start, total=len(self.x)) for start, (x, y) in zip(starts, pairs)]
-
-
-@dataclass
 class Gradient:
     """What a gradient leaves: numbers to report, what monitors see, and for the outer part the recorded passes.
 
@@ -140,19 +106,34 @@ class Inner:
         self.details: set[str] = set()
 
     def batch(self, x: Tensor, y: Tensor, count: int, epoch: float) -> Batch:
-        """The batch as it is trained on: mixed, where batches are."""
-        if self.mix is None:
-            batch = Batch(x, y, count, epoch)
-        else:
-            x, y, other, weight = self.mix(x, y, count)
-            batch = Batch(x, y, count, epoch, other, weight)
+        """The batch as it is trained on: mixed, where batches are. (x, y): this rank's share of it."""
+        batch = Batch(x, y, count, epoch)
+        if ranks.size() > 1:
+            rows = ranks.rows(len(x))
+            batch = replace(batch, start=rows.start, total=rows.total, counts=rows.counts)
+            require(batch.size > 0, "x and y must hold a sample on one rank at least, got none")
+        if self.mix is not None:
+            batch = self._mixed(batch)
         if self.class_weight is None:
             return batch
+        y = batch.y
         check_labels(y, self.class_weight)
         of_samples = self.class_weight[y]
         if batch.other is not None:
             of_samples = batch.weight * of_samples + (1 - batch.weight) * self.class_weight[batch.other]
-        return replace(batch, class_weight=of_samples.mean())
+        mean = batch.mean(of_samples)
+        ranks.sum_([mean])
+        return replace(batch, class_weight=mean)
+
+    def _mixed(self, batch: Batch) -> Batch:
+        """A sample's partner may be another rank's."""
+        assert self.mix is not None
+        here = slice(batch.start, batch.start + len(batch.x))
+        x, y = (ranks.gather_rows(t, batch.counts) for t in (batch.x, batch.y))
+        x, y, other, weight = self.mix(x, y, batch.count)
+        if batch.counts is not None:
+            x, y, other = x[here], y[here], other[here]
+        return replace(batch, x=x, y=y, other=other, weight=weight)
 
     # -- the terms -----------------------------------------------------------------------------------------------
 
@@ -189,9 +170,24 @@ class Inner:
         if batch.total is not None:
             context |= {"start": batch.start, "total": batch.total}
         with torch.set_grad_enabled(grad):
-            if observe and (watch := getattr(self.source, "observe", None)) is not None:
-                watch(seen, **context)
+            if observe:
+                self._show(batch, seen, logits.detach())
             return self.source(seen, **context)
+
+    def _show(self, batch: Batch, seen: Tensor | None, logits: Tensor) -> None:
+        """Let the source take note of a whole batch, of which this rank has a share: a source's statistics must not
+        depend on the parts."""
+        watch = getattr(self.source, "observe", None)
+        if watch is None:
+            return
+        labels, inputs = batch.y, batch.x
+        if batch.counts is not None:
+            features = () if seen is None else (seen,)
+            logits, labels, *features = ranks.gather_together([logits, labels, *features], batch.counts)
+            seen = features[0] if features else None
+            reads = getattr(self.source, "reads_inputs", False)
+            inputs = ranks.gather_rows(inputs, batch.counts) if reads else None
+        watch(seen, logits=logits, labels=labels, inputs=inputs, epoch=batch.epoch)
 
     def due(self, batch: Batch) -> dict[str, float]:
         """The penalties that enter the objective of a batch, with their weights there."""
@@ -207,11 +203,13 @@ class Inner:
         features: Tensor | None,
         report: PenaltyReport | None = None,
     ) -> Tensor:
-        """The inner objective: the mean loss and the penalties that are due, each told to `report`.
+        """What a part of a batch adds to the inner objective: its mean loss and the penalties that are due, each told
+        to `report`, times its share.
 
         model: what the penalties run.
         """
         total = loss
+        apart = []  # penalties that count by another share
         for name, weight in self.due(batch).items():
             term = self.penalties[name]
             if hasattr(term.penalty, "step"):
@@ -221,10 +219,16 @@ class Inner:
             if report is not None and name in report.details and loss.is_cuda:
                 torch.cuda.synchronize(loss.device)
             began = time.perf_counter()
-            value = term.penalty(model, batch.x, batch.y, logits, features)
-            total = total + weight * value
+            value, share = penalty_on(term.penalty, batch, model, logits, features)
+            if share == batch.share:
+                total = total + weight * value
+            else:
+                apart.append(weight * share * value)
             if report is not None:
-                report.add(name, value, weight / term.every, began)
+                report.add(name, value, share, weight / term.every, began)
+        total = total if batch.share == 1 else batch.share * total
+        for value in apart:
+            total = total + value
         return total
 
     # -- the gradient --------------------------------------------------------------------------------------------
@@ -232,7 +236,7 @@ class Inner:
     def gradient(
         self, whole: Batch, engine: Engine, record: bool, chunk: int | None = None, observe: bool = True
     ) -> Gradient:
-        """Add ∇_θ L to `.grad`, which must be empty, over the batch in parts of at most `chunk` samples.
+        """Add ∇_θ L to `.grad`, which must be empty, over the batch in parts of at most `chunk` samples, of all ranks.
 
         record: keep passes and the gammas' graph for an outer part. observe: the gamma source takes note of the batch.
         """
@@ -240,13 +244,12 @@ class Inner:
         if len(parts) > 1:
             _check_divisible(self.network.model, whole, chunk)
             if observe and getattr(self.source, "observe", None) is not None:
-                self._observe(parts)
+                self._observe(whole, parts)
                 observe = False
         report = PenaltyReport(engine.leaves() if record else self.network.params, self.details)
         runs, gammas, features = [], [], []
         loss = torch.zeros(())
         for batch in parts:
-            report.share = share = len(batch.x) / len(whole.x)
             run, layer = self._forward(batch.x, engine.record if record else partial(Pass, engine))
             seen = layer.features(run.features, len(batch.x))
             check_labels(batch.y, run.logits)
@@ -257,29 +260,34 @@ class Inner:
                     f"class_weight must have one number for each of {k} logits, got {len(self.class_weight)}",
                 )
             gamma = self.gamma(batch, run.logits, seen, record, observe)
-            mean = self.losses(batch, run.logits, None if gamma is None else gamma.detach()).mean()
+            mean = mean_of(self.losses(batch, run.logits, None if gamma is None else gamma.detach()))
             total = self.penalised(mean, batch, self.network.trained, run.logits, run.features, report)
-            run.backward(total if share == 1 else share * total, penalised=bool(self.penalties))
-            loss = mean.detach() if share == 1 else loss.to(mean.device) + share * mean.detach()
+            run.backward(total, penalised=bool(self.penalties))
+            loss = mean.detach() if batch.share == 1 else loss.to(mean.device) + batch.share * mean.detach()
             runs.append(run)
             gammas.append(gamma)
             features.append(None if run.features is None else run.features.detach())
-        logits, gamma = _joined([run.logits for run in runs]), _joined(gammas)
+        logits, gamma = joined([run.logits for run in runs]), joined(gammas)
         assert logits is not None
+        gamma_mean = [] if gamma is None else [whole.mean(gamma.detach())]
+        if whole.counts is not None:
+            loss = loss.clone()
+            sum_gradients(self.network.params, [loss, *gamma_mean, *report.tensors()])
         terms = {"loss": loss, **report.values(loss)}
-        if gamma is not None:
-            terms["gamma_mean"] = gamma.mean()
+        if gamma_mean:
+            terms["gamma_mean"] = gamma_mean[0]
         self.details -= report.reported
-        last = Last(logits, whole.y, _joined(features), None if gamma is None else gamma.detach())
+        last = last_of(whole, logits, joined(features), None if gamma is None else gamma.detach())
         return Gradient(terms, last, whole, logits, gamma, runs)
 
     def check(self, x: Tensor, y: Tensor) -> None:
-        """Compute every penalty and its gradient once."""
-        for term in self.penalties.values():
-            logits, features = outputs_of(self.network.trained(x))
-            value = term.penalty(self.network.trained, x, y, logits, features)
-            if value.requires_grad:
-                torch.autograd.grad(value, self.network.params, allow_unused=True)
+        """Compute every penalty and its gradient once, each rank by itself."""
+        with ranks.alone():
+            for term in self.penalties.values():
+                logits, features = outputs_of(self.network.trained(x))
+                value = term.penalty(self.network.trained, x, y, logits, features)
+                if value.requires_grad:
+                    torch.autograd.grad(value, self.network.params, allow_unused=True)
 
     def _forward(self, x: Tensor, forward: Callable[[Tensor], Any]) -> tuple[Any, _Layer]:
         """`forward(x)`, in mixed precision if asked for, and the layer that the gamma source looks at."""
@@ -288,16 +296,14 @@ class Inner:
             return forward(x), layer
 
     @torch.no_grad()
-    def _observe(self, parts: Sequence[Batch]) -> None:
-        """Show the whole batch to the gamma source at once: its statistics must not depend on the parts."""
-        source: Any = self.source
+    def _observe(self, whole: Batch, parts: Sequence[Batch]) -> None:
+        """Show a batch in parts to the gamma source at once, by a pass of its own."""
         seen, logits = [], []
         for batch in parts:
             (z, features), layer = self._forward(batch.x, self.network)
             logits.append(z)
             seen.append(layer.features(features, len(z)))
-        x, y = (torch.cat([getattr(batch, name) for batch in parts]) for name in "xy")
-        source.observe(_joined(seen), logits=_joined(logits), labels=y, inputs=x, epoch=parts[0].epoch)
+        self._show(whole, joined(seen), torch.cat(logits))
 
 
 @torch.no_grad()
@@ -325,14 +331,14 @@ def check_batch(x: Tensor, y: Tensor, suffix: str) -> None:
         y.dim() == 1 and y.dtype == torch.int64, f"y{suffix} must be int64 labels (N,), got {y.dtype} {tuple(y.shape)}"
     )
     require(
-        len(x) == len(y) and len(y) > 0,
+        len(x) == len(y) and (len(y) > 0 or ranks.size() > 1),
         f"x{suffix} and y{suffix} must hold the same number of samples, at least one, got {len(x)} and {len(y)}",
     )
 
 
 def check_labels(y: Tensor, logits: Tensor, name: str = "y") -> None:
     """Raise `InputError` for a label outside 0..K-1. On a GPU the look-up asserts that itself: no wait for it here."""
-    if y.device.type == "cpu":
+    if y.device.type == "cpu" and len(y):
         k = logits.shape[-1]
         low, high = (int(m) for m in y.aminmax())
         if low < 0 or high >= k:
@@ -350,14 +356,6 @@ def _check_divisible(model: nn.Module, batch: Batch, chunk: int | None) -> None:
             f"chunk must be >= the {len(batch.x)} samples of the batch, got {chunk}: {name} ({type(layer).__name__}) "
             "takes statistics over the batch, so a part of it gives another gradient; use GroupNorm, or one chunk"
         )
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The parts of a batch as one tensor; None, and a number that holds for every sample, as they are."""
-    first = parts[0]
-    if len(parts) == 1 or first is None or first.dim() == 0:
-        return first
-    return torch.cat([p for p in parts if p is not None])
 
 
 class _Layer:

@@ -22,7 +22,6 @@ class PenaltyReport:
 
     def __init__(self, leaves: Sequence[Tensor], details: set[str]) -> None:
         self.leaves, self.details = leaves, set(details)
-        self.share = 1.0  # of the batch that the present part is
         self.value: dict[str, Tensor] = {}
         self.weighted: dict[str, Tensor] = {}
         self.grads: dict[str, list[Tensor]] = {}
@@ -32,22 +31,25 @@ class PenaltyReport:
     def reported(self) -> set[str]:
         return self.details & set(self.value)
 
-    def add(self, name: str, value: Tensor, weight: float, began: float) -> None:
-        part = self.share * value.detach()
+    def add(self, name: str, value: Tensor, share: float, weight: float, began: float) -> None:
+        """share: with which the value counts in that of the whole batch."""
+        part = share * value.detach()
         self.value[name] = part + self.value[name] if name in self.value else part
         self.weighted[name] = weight * self.value[name]
         if name not in self.details:
             return
-        grads: list[Tensor] = []
+        slopes: Sequence[Tensor | None] = [None] * len(self.leaves)
         if value.requires_grad:
-            found = torch.autograd.grad(value, self.leaves, retain_graph=True, allow_unused=True)
-            grads = [
-                weight * self.share * (torch.zeros_like(p) if g is None else g) for p, g in zip(self.leaves, found)
-            ]
+            slopes = torch.autograd.grad(value, self.leaves, retain_graph=True, allow_unused=True)
+        grads = [weight * share * (torch.zeros_like(p) if g is None else g) for p, g in zip(self.leaves, slopes)]
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
         self.grads[name] = [a + b for a, b in zip(self.grads[name], grads)] if name in self.grads else grads
+
+    def tensors(self) -> list[Tensor]:
+        """All that has to be added up where several ranks have parts of the batch."""
+        return [*self.value.values(), *self.weighted.values(), *[g for name in self.reported for g in self.grads[name]]]
 
     def values(self, loss: Tensor) -> dict[str, Tensor]:
         """`penalty/<name>` unweighted, `…_share` of the objective, `…_grad_norm` weighted, `time/penalty_…_ms`."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from metacal.autodiff.tape import Tape
-from metacal.bilevel.inner import Batch, Gradient, Inner
+from metacal.bilevel.batch import Batch, mean_of, sum_cotangents
+from metacal.bilevel.inner import Gradient, Inner
 from metacal.bilevel.passes import Recorded, added, double_vjp
 from metacal.optim.transpose import Cotangents
 
@@ -32,7 +33,8 @@ def products(
 ) -> tuple[Tensor, Cotangents]:
     """(J v of the batch `(N, K)`, H v if `second`) of the step that left `gradient`, at its parameters `theta`.
 
-    also: cotangents of the logits `(N, K)`, whose Jᵀ also is added to H v.
+    Of several ranks J v is of this one's samples, and H v of all. also: cotangents of the logits `(N, K)`, whose Jᵀ
+    also is added to H v.
     """
     jvs: list[Tensor] = []
     total: Cotangents = [None] * len(v)
@@ -42,15 +44,14 @@ def products(
         gamma = gradient.gamma
         batch = whole
         if len(run.x) < len(whole.x):
-            batch = replace(whole, x=run.x, y=whole.y[rows], start=start, total=len(whole.x))
+            batch = replace(whole, x=run.x, y=whole.y[rows], start=whole.start + start, total=whole.size)
         gamma = gamma if gamma is None or gamma.dim() == 0 else gamma[rows]
-        share = len(run.x) / len(whole.x)
-        more = None if also is None else also[rows] / share
+        more = None if also is None else also[rows]
         jv, part = _of_pass(inner, run, theta, batch, gamma, v, second, more)
         jvs.append(jv)
-        total = [added(a, None if b is None else share * b) for a, b in zip(total, part)]
+        total = [added(a, b) for a, b in zip(total, part)]
         start += len(run.x)
-    return torch.cat(jvs), total
+    return torch.cat(jvs), sum_cotangents(total, theta) if second else total
 
 
 def _of_pass(
@@ -63,7 +64,7 @@ def _of_pass(
             z, features = inner.network.plainly(run.x)
         run.check(z)
         tape.close(z)
-        loss = inner.losses(batch, z, None if gamma is None else gamma.detach()).mean()
+        loss = mean_of(inner.losses(batch, z, None if gamma is None else gamma.detach()))
         objective = inner.penalised(loss, batch, inner.network.model, z, features)
         along = None
         with suppress(NotImplementedError):  # no rule for an operation

@@ -258,9 +258,9 @@ class MetaStep:
             values = self._train(x, y, kept, self.count + i)
         if x_meta is None or y_meta is None:
             return values, None
-        value, hypergradient, meta_logits = self.window.outer_part(self.outer, x_meta, y_meta, self.meta_params)
+        value, hypergradient, *meta = self.window.outer_part(self.outer, x_meta, y_meta, self.meta_params)
         assert self.last is not None
-        self.last.meta_logits, self.last.meta_labels = meta_logits, y_meta
+        self.last.meta_logits, self.last.meta_labels = meta
         values |= read({"outer": value, "hypergradient_norm": total_norm(hypergradient)})
         return values, hypergradient
 

@@ -93,7 +93,7 @@ class Tangent(Window):
         """∂/∂φ_j of the cotangent of the logits, ∂L/∂z (γ(φ)), each `(N, K)`: its Jᵀ is ∂g/∂φ_j."""
         z = gradient.logits.detach().requires_grad_()
         with torch.enable_grad():
-            loss = self.inner.losses(gradient.batch, z, gradient.gamma).mean()
+            loss = gradient.batch.mean(self.inner.losses(gradient.batch, z, gradient.gamma))
             (slope,) = torch.autograd.grad(loss, z, create_graph=True)
             w = torch.zeros_like(slope, requires_grad=True)
             by_phi = torch.autograd.grad(

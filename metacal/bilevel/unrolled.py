@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from metacal import ranks
 from metacal.bilevel.inner import Gradient, Inner
 from metacal.bilevel.passes import Engine
 from metacal.bilevel.state import Snapshot, preserved
@@ -185,7 +186,8 @@ class Unroller:
     def outer_part(
         self, outer: Callable[[Tensor, Tensor], Tensor], x_meta: Tensor, y_meta: Tensor, meta_params: Sequence[Tensor]
     ) -> OuterPart:
-        """M, dM/dφ and the meta logits, through the steps begun."""
+        """M, dM/dφ, the meta logits and labels, through the steps begun."""
+        require(ranks.size() == 1, "engine 'higher' is for one rank, use engine 'forward'")
         inner, window = self.inner, self.window
         assert window is not None
         require(
@@ -214,4 +216,4 @@ class Unroller:
             value, grads = unrolled_gradient(
                 model, self.optimizer, overrides, loss, value_of, meta_params, self.clip_norm
             )
-        return value, grads, meta[0]
+        return value, grads, meta[0], y_meta

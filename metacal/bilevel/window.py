@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from metacal.bilevel.inner import Batch, Gradient, Inner, check_labels
+from metacal import ranks
+from metacal.bilevel.batch import Batch, sum_cotangents
+from metacal.bilevel.inner import Gradient, Inner, check_labels
 from metacal.bilevel.passes import Engine
 from metacal.network import Streams
 from metacal.optim.transpose import Cotangents, clips, kept_gradients, transposed_clip, transposed_update
@@ -32,10 +34,11 @@ def hypergradient_of(
 ) -> list[Tensor]:
     """∂/∂φ of 1/n Σ_i ⟨∂ℓ_i/∂z_i (γ_i(φ)), J_i v⟩: a backward through N × K numbers and the gamma source.
 
-    z, jv: logits and J v of the batch, `(N, K)`. gamma: a graph into `meta_params`.
+    Of several ranks it is this one's part of the sum. z, jv: logits and J v of the batch, `(N, K)`. gamma: a graph into
+    `meta_params`.
     """
     z = z.to(jv.dtype).detach().requires_grad_()
-    (slope,) = torch.autograd.grad(inner.losses(batch, z, gamma).mean(), z, create_graph=True)
+    (slope,) = torch.autograd.grad(batch.mean(inner.losses(batch, z, gamma)), z, create_graph=True)
     grads = torch.autograd.grad((slope * jv).sum(), meta_params, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(meta_params, grads)]
 
@@ -50,8 +53,8 @@ def clipped_gradients(
 
 
 Outer = Callable[[Tensor, Tensor], Tensor]
-OuterPart = tuple[Tensor, list[Tensor], Tensor]
-"""M, dM/dφ like the parameters, and the logits of the meta batch."""
+OuterPart = tuple[Tensor, list[Tensor], Tensor, Tensor]
+"""M, dM/dφ like the parameters, and the logits and labels of the meta batch, of all ranks."""
 
 
 class Window:
@@ -93,18 +96,23 @@ class Window:
         """It was not."""
 
     def outer_part(self, outer: Outer, x_meta: Tensor, y_meta: Tensor, meta_params: Sequence[Tensor]) -> OuterPart:
-        """M at the new parameters, with batch statistics as in training; nothing moves, random streams included."""
+        """M at the new parameters, with batch statistics as in training; nothing moves, random streams included.
+
+        Every rank computes the same M of all ranks' logits, and u of its own by them.
+        """
         network = self.inner.network
         # a stream of its own, seeded only where the model draws at all
         with Streams.aside(x_meta.device, seeded=self.last.runs[0].streams.moved()):
             z = full(network.aside(x_meta)[0])
         check_labels(y_meta, z, "y_meta")
-        value = outer(z, y_meta)
+        z, labels = ranks.gather_rows(z), ranks.gather_rows(y_meta)
+        value = outer(z, labels)
         u: Cotangents = [None] * len(network.params)
         if value.requires_grad:
             slopes = torch.autograd.grad(value, network.params, allow_unused=True)
             u = [g.to_dense() if g is not None and g.layout is torch.sparse_coo else g for g in slopes]
-        return value.detach(), self.sweep(u, meta_params), z.detach()
+        u = sum_cotangents(u, network.params)
+        return value.detach(), self.sweep(u, meta_params), z.detach(), labels
 
     def state_dict(self) -> dict[str, Any] | None:
         """A checkpoint is made where a window is empty."""
@@ -146,4 +154,6 @@ class OneStep(Window):
         if self._clipped is not None and self.clip_norm is not None:
             factor *= transposed_clip(self._clipped, self._norm, self.clip_norm, v)
         jv = torch.cat([run.jv(v) for run in gradient.runs]) * factor
-        return hypergradient_of(self.inner, gradient.batch, gradient.logits, gradient.gamma, jv, meta_params)
+        part = hypergradient_of(self.inner, gradient.batch, gradient.logits, gradient.gamma, jv, meta_params)
+        ranks.sum_(part)
+        return part

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from metacal import ranks
 from metacal.curvature.loss import LogitLoss, check_loss, loss_of_rows
 from metacal.errors import InputError, require
 from metacal.network import Network, Streams, check_repeated, coupling_layer, naming_reentrant_checkpoints
@@ -59,6 +60,8 @@ class Problem:
     randomness: str = "refuse"
     seed: int = 0
     pairs: bool = False  # whether the model may return (logits, features)
+    total: int = 0  # examples that the mean loss is over: these, or those of all ranks
+    across: bool = False  # of all ranks
     random: bool = False  # whether the last evaluation drew random numbers
     row_modules: set[nn.Module] | None = None  # see `layers.examples_depend`
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # places of the examples in the batch
@@ -74,12 +77,14 @@ class Problem:
         randomness: str = "refuse",
         seed: int = 0,
         pairs: bool = False,
+        across: bool = False,
     ) -> Problem:
         """Check the arguments.
 
         `loss` is one of `metacal.curvature.loss`; `randomness` says what happens if the network draws random numbers
         (dropout in training mode): "refuse" raises, "freeze" evaluates with one mask, drawn from `seed`. `pairs`: the
-        model may return (logits, features), as a Backbone does anyway.
+        model may return (logits, features), as a Backbone does anyway. `across`: x and y are this rank's share of the
+        examples, maybe none (`metacal.ranks`).
 
         Raises `InputError` for a model that is no module or has no trainable parameter, empty or mismatched x
         and y, labels that are no integers, parameters in half precision or complex, and unknown names.
@@ -88,7 +93,8 @@ class Problem:
         network = Network(model)
         require(randomness in ("refuse", "freeze"), f"randomness must be refuse or freeze, got {randomness!r}")
         require(isinstance(x, Tensor) and isinstance(y, Tensor), "x and y must be tensors")
-        require(x.ndim >= 1 and len(x) > 0, f"x must hold at least one example, got shape {tuple(x.shape)}")
+        total = ranks.rows(len(x)).total if across else len(x)
+        require(x.ndim >= 1 and total > 0, f"x must hold at least one example, got shape {tuple(x.shape)}")
         require(
             y.ndim == 1 and len(y) == len(x),
             f"y must have shape ({len(x)},) like x's first dimension, got {tuple(y.shape)}",
@@ -108,7 +114,7 @@ class Problem:
             y = y.to(device=x.device, dtype=torch.long)
             loss = check_loss(loss, x)
         pairs = pairs or _is_backbone(network.model)
-        return cls(network, x, y, loss, randomness, seed, pairs, rows=np.arange(len(x)))
+        return cls(network, x, y, loss, randomness, seed, pairs, total, across, rows=np.arange(len(x)))
 
     @property
     def model(self) -> nn.Module:
@@ -133,6 +139,16 @@ class Problem:
             return None
         name, layer = coupling
         return f"{name} ({type(layer).__name__}) normalises by the statistics of the batch"
+
+    def summed(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Sums over the examples, completed by those of the other ranks, in place."""
+        if self.across:
+            ranks.sum_(tensors)
+        return tensors
+
+    def total_of(self, *values: float) -> list[float]:
+        """The same of numbers."""
+        return self.summed([torch.tensor(values, dtype=torch.float64, device=self.x.device)])[0].tolist()
 
     def part(self, rows: slice | Tensor) -> Problem:
         """The same problem on some of the examples."""

@@ -22,8 +22,10 @@ Jᵀw is an ordinary backward pass.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -67,6 +69,9 @@ class Curvature:
     Lanczos run pays for them once. With `chunk_size` below N only one chunk's graphs live at a time: each product
     rebuilds them, and the result is the same up to rounding.
 
+    With `across`, x and y are this rank's share of the N examples, maybe none: every rank makes the same products,
+    which sum over ranks, and J v is of its own examples.
+
     Arguments: `model` maps x to logits (N, K), in whatever mode it is; labels `y` (N,); `loss` "cross_entropy" or
     "mse"; `route` "auto" or one of `ROUTES`; `randomness` "refuse" or "freeze" (see `Problem.of`). Vectors are lists of
     tensors, shaped and ordered like the trainable entries of `model.parameters()`.
@@ -89,9 +94,10 @@ class Curvature:
         route: str = "auto",
         randomness: str = "refuse",
         seed: int = 0,
+        across: bool = False,
     ) -> None:
         require(route in ("auto", *ROUTES), f"route must be one of auto, {', '.join(ROUTES)}, got {route!r}")
-        self.problem = Problem.of(model, x, y, loss, randomness, seed)
+        self.problem = Problem.of(model, x, y, loss, randomness, seed, across=across)
         self._keep_all = chunk_size is None
         with self.problem.math():
             self._parts = self.problem.parts(cache_block(self.problem) if chunk_size is None else chunk_size)
@@ -136,7 +142,7 @@ class Curvature:
         For start vectors. Yields False, and changes nothing, unless the examples are kept in four blocks or more.
         """
         count = len(self._parts)
-        apart = self._keep_all and count >= 4
+        apart = self._keep_all and count >= 4 and not self.problem.across  # ranks need not have as many blocks
         self._chosen = set(range(0, count, 4)) if apart else None
         try:
             yield apart
@@ -153,7 +159,8 @@ class Curvature:
 
     @property
     def loss_value(self) -> float:
-        return float(mean_loss(self.logits.double(), self.problem.y, self.problem.loss))
+        value = mean_loss(self.logits.double(), self.problem.y, self.problem.loss) if len(self) else torch.zeros(())
+        return self.problem.total_of(len(self) / self.problem.total * float(value))[0]
 
     # -- recording -------------------------------------------------------------------------------------------
 
@@ -189,7 +196,7 @@ class Curvature:
         """The same with the gradient as a graph."""
         recorded, part = self._record(i, "reverse"), self._parts[i]
         if recorded.g is None:
-            recorded.u = logit_gradient(recorded.z, part.y, part.loss) / len(self.problem)
+            recorded.u = logit_gradient(recorded.z, part.y, part.loss) / self.problem.total
             recorded.g = recorded_gradient(recorded.z, self.params, recorded.u)
         return recorded
 
@@ -233,8 +240,9 @@ class Curvature:
         """RuntimeError unless ⟨w, J v⟩ = ⟨Jᵀw, v⟩, where Jᵀw is an ordinary reverse pass."""
         if self._checked:
             return
-        scale = float(jv.norm() * w.norm())
-        gap = abs(float((w * jv).sum()) - float(dot(back, v) or 0.0))
+        squares = float(jv.square().sum()), float(w.square().sum())
+        left, right, jv2, w2 = self.problem.total_of(float((w * jv).sum()), float(dot(back, v) or 0.0), *squares)
+        scale, gap = math.sqrt(jv2 * w2), abs(left - right)
         if gap > (1e-7 if jv.dtype == torch.float64 else 2e-3) * scale:
             self._failed[route] = f"its product disagrees with the reverse pass by {gap / scale:.1e}"
             raise RuntimeError(self._failed[route])
@@ -249,7 +257,7 @@ class Curvature:
             if not self._checked:
                 w = jv.clone()
                 w.view(-1)[::3] *= -0.5  # not J v itself, to which an error may be orthogonal
-                self._verify(route, jv, w, self.jtu(w), v)
+                self._verify(route, jv, w, self._jtu(w), v)
             return jv
 
         with self.problem.math():
@@ -259,64 +267,57 @@ class Curvature:
     def jtu(self, w: Tensor) -> list[Tensor]:
         """Jᵀ w for w (N, K)."""
         with self.problem.math():
-            total: list[Tensor] | None = None
-            row = 0
-            for i, part in self._active():
-                total = _added(total, pulled_back(self._any(i).z, self.params, w[row : row + len(part)]))
-                row += len(part)
-        assert total is not None
-        return total
+            return self.problem.summed(self._jtu(w))
+
+    def _jtu(self, w: Tensor) -> list[Tensor]:
+        """Of this rank's examples."""
+        rows = w.split([len(part) for _, part in self._active()])
+        chunks = zip(self._active(), rows)
+        return reduce(_added, (pulled_back(self._any(i).z, self.params, part) for (i, _), part in chunks))
 
     def gradient(self) -> list[Tensor]:
         """∇L, like the parameters; free once a recorded gradient exists."""
-        n = len(self.problem)
+
+        def of_chunk(i: int, part: Problem) -> list[Tensor]:
+            recorded = self._any(i)
+            if recorded.g is not None:  # which products read again: it is not added to
+                return [t.detach().clone() for t in filled(recorded.g, self.params)]
+            u = logit_gradient(recorded.z.detach(), part.y, part.loss) / self.problem.total
+            return pulled_back(recorded.z, self.params, u)
+
         with self.problem.math():
-            total: list[Tensor] | None = None
-            for i, part in self._active():
-                recorded = self._any(i)
-                if recorded.g is not None:
-                    grads = [t.detach() for t in filled(recorded.g, self.params)]
-                else:
-                    u = logit_gradient(recorded.z.detach(), part.y, part.loss) / n
-                    grads = pulled_back(recorded.z, self.params, u)
-                total = _added(total, grads)
-        assert total is not None
-        return total
+            return self.problem.summed(reduce(_added, (of_chunk(i, part) for i, part in self._active())))
 
     def gn(self, v: Sequence[Tensor]) -> list[Tensor]:
         """G v, like the parameters."""
         v = check_vector(v, self.params)
 
         def product(route: str) -> list[Tensor]:
-            total: list[Tensor] | None = None
+            total: list[Tensor] = []
             moved, pulled = [], []
             for i, part in self._active():
                 z = self._record(i, route).z
                 moved.append(self._jv_chunk(i, v, route))
-                pulled.append(logit_hessian(z.detach(), part.y, moved[-1], part.loss) / len(self.problem))
-                total = _added(total, pulled_back(z, self.params, pulled[-1]))
-            assert total is not None
+                pulled.append(logit_hessian(z.detach(), part.y, moved[-1], part.loss) / self.problem.total)
+                of_chunk = pulled_back(z, self.params, pulled[-1])
+                total = _added(total, of_chunk) if total else of_chunk
             self._verify(route, torch.cat(moved), torch.cat(pulled), total, v)
             return total
 
         with self.problem.math():
             total, self.gn_route = self._by_either("J v", product, self.gn_route)
-        return total
+            return self.problem.summed(total)
 
     def hessian(self, v: Sequence[Tensor]) -> list[Tensor]:
         """H v, like the parameters."""
         v = check_vector(v, self.params)
 
         def product(route: str) -> list[Tensor]:
-            total: list[Tensor] | None = None
-            for i, _ in self._active():
-                total = _added(total, self._hv_chunk(i, v, route)[0])
-            assert total is not None
-            return total
+            return reduce(_added, (self._hv_chunk(i, v, route)[0] for i, _ in self._active()))
 
         with self.problem.math():
             total, self.hessian_route = self._by_either("H v", product, self.hessian_route)
-        return total
+            return self.problem.summed(total)
 
     def _hv_chunk(self, i: int, v: list[Tensor], route: str) -> tuple[list[Tensor], Tensor]:
         """(H v, J v)."""
@@ -327,7 +328,7 @@ class Curvature:
             return hv_by_reverse(recorded.g, self.params, v), self._jv_chunk(i, v, route)
         z = self._record(i, route).z
         z1 = tape.run(v)[0]
-        u = logit_gradient(z, part.y, part.loss) / len(self.problem)
+        u = logit_gradient(z, part.y, part.loss) / self.problem.total
         return hv_along(z1, u, self.params), torch.zeros_like(z).detach() if z1 is None else z1.detach()
 
     def quadratic(self, v: Sequence[Tensor]) -> float:
@@ -350,11 +351,12 @@ class Curvature:
                     raise
                 parts, self.hessian_route = self._by_either("H v", product, self.hessian_route)
                 self.quadratic_route = f"Hessian product, {self.hessian_route}"
-        return sum(h for h, _ in parts), sum(g for _, g in parts)
+        h, g = self.problem.total_of(sum(h for h, _ in parts), sum(g for _, g in parts))
+        return h, g
 
     def _second_chunk(self, i: int, v: list[Tensor]) -> tuple[float, float]:
         """z₁ᵀS z₁ + u·z₂ and z₁ᵀS z₁, over N."""
-        recorded, part, n = self._record(i, self._routes[0]), self._parts[i], len(self.problem)
+        recorded, part, n = self._record(i, self._routes[0]), self._parts[i], self.problem.total
         if recorded.tape is None:
             raise RuntimeError("not recorded")
         z = recorded.z.detach()
@@ -367,13 +369,12 @@ class Curvature:
     def _product_chunk(self, i: int, v: list[Tensor], route: str) -> tuple[float, float]:
         part, z = self._parts[i], self._record(i, route).z.detach()
         hv, jv = self._hv_chunk(i, v, route)
-        g = float((jv * logit_hessian(z, part.y, jv, part.loss)).sum()) / len(self.problem)
+        g = float((jv * logit_hessian(z, part.y, jv, part.loss)).sum()) / self.problem.total
         return float(dot(hv, v) or 0.0), g
 
 
-def _added(total: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:
-    if total is None:
-        return more
+def _added(total: list[Tensor], more: list[Tensor]) -> list[Tensor]:
+    """In place."""
     torch._foreach_add_(total, more)
     return total
 

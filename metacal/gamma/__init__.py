@@ -10,6 +10,8 @@ and ignores the rest; none of them sends a gradient back into the backbone. Opti
 
 - `observe(features, ...)`, same arguments: called once for every training batch, before the source is; running
   statistics live here, so that evaluating a source never changes it;
+- `reads_inputs`: whether `observe` reads the inputs. Where several ranks have parts of a batch, it is given the
+  features, logits and labels of all of them, and the inputs, which are far more, only if this is true;
 - `settle()`: called after each step of its parameters, to keep them where they can act;
 - `layer`: the name of a module of the backbone whose output, pooled to `(N, D)`, is passed as the features.
 

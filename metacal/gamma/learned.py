@@ -242,6 +242,7 @@ class GammaNet(nn.Module):
         )
         self.in_features, self.tau, self.gamma_max, self.gamma_min = in_features, tau, gamma_max, gamma_min
         self.input, self.layer, self.num_classes = input, layer, num_classes
+        self.reads_inputs = input == "random"
         self.momentum, self.seed = momentum, seed
         self.first = nn.Linear(in_features + num_classes, hidden)
         self.last = nn.Linear(hidden, 1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from metacal import ranks
 from metacal.curvature.spectrum import top_eigenpairs
 from metacal.errors import InputError, require, require_choice
 from metacal.optim.basic import SGDOptions, decay, momentum, parameter_groups, rate
@@ -152,7 +153,7 @@ class BulkSGD(SGD):
 
         x, y: inputs and int64 labels (N,). chunk_size: how many examples are differentiated at a time, for batches that
         do not fit, in networks that draw no random numbers and do not couple examples. Lanczos starts from the sum of
-        the last vectors. Returns whether anything was computed.
+        the last vectors. With several ranks each gives its share of the batch. Returns whether anything was computed.
         """
         if not self.due:
             return False
@@ -174,6 +175,7 @@ class BulkSGD(SGD):
             seed=self.seed + self._steps(),
             randomness="freeze" if chunk_size is None else "refuse",
             chunk_size=chunk_size,
+            across=ranks.size() > 1,
         )
         for p in self._params():
             if p in self.state:

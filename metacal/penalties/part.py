@@ -17,9 +17,11 @@ __all__ = ["InputPart", "Penalty", "PenaltyPart"]
 Penalty = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """`(model, x, y, logits, features) -> scalar`: of the backbone's parameters, never of the gamma source's.
 
+One with an attribute `batch` is a mean over the first so many samples of a batch alone.
 One with an attribute `step` draws at random: it is told the number of the step, and draws from that alone. One with an
 attribute `offset` is told which sample of the batch is its first, where a batch is taken in parts.
-One with a true attribute `batchwise` is no mean over samples, and so not the sum of its values on parts of a batch.
+One with a true attribute `batchwise` is no mean over samples, and so not the sum of its values on parts of a batch. If
+it is `of_logits` too, a function of the logits and labels, several ranks compute it of the logits of all of them.
 """
 
 

@@ -24,11 +24,15 @@ _HOME = {
     "fit": "metacal.training.fit",
     "load": "metacal.training.saved",
 }
-_MODULES = ("bilevel", "calibration", "curvature", "data", "losses", "margins", "models", "optim", "penalties")
+_MODULES = (
+    "batchnorm", "bilevel", "calibration", "curvature", "data", "losses", "margins", "models", "optim", "penalties",
+    "ranks",
+)  # fmt: skip
 
 __all__ = [*_HOME, *_MODULES, "__version__"]
 
 if TYPE_CHECKING:  # what type checkers and editors see; "as" says that a name is meant for others
+    from metacal import batchnorm as batchnorm
     from metacal import bilevel as bilevel
     from metacal import calibration as calibration
     from metacal import curvature as curvature
@@ -38,6 +42,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; "as" says that a name i
     from metacal import models as models
     from metacal import optim as optim
     from metacal import penalties as penalties
+    from metacal import ranks as ranks
     from metacal.bilevel import MetaStep as MetaStep
     from metacal.deploy import CalibratedModel as CalibratedModel
     from metacal.errors import InputError as InputError

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from metacal.errors import InputError
+from metacal.errors import InputError, require
 
 __all__ = [
+    "GradientSums",
     "Rows",
     "alone",
     "average_",
@@ -49,8 +50,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-BUCKET = 2**25
-"""Bytes of one message of `sum_`, about: large enough that its latency does not count, small beside a model."""
+BUCKET = 2**23
+"""Bytes of one message of a sum, about: large enough that its latency does not count, small beside a model."""
 
 _alone = 0
 _bytes = 0
@@ -134,16 +135,72 @@ def sum_(tensors: Sequence[Tensor]) -> None:
     """
     if size() == 1:
         return
-    under_way = []
-    for bucket in _buckets(tensors):
-        flat = torch.cat([t.reshape(-1) for t in bucket]) if len(bucket) > 1 else bucket[0].reshape(-1).contiguous()
-        _count(flat)
-        under_way.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-    for bucket, flat, work in under_way:
-        work.wait()
-        for t, part in zip(bucket, flat.split([t.numel() for t in bucket])):
-            if part.data_ptr() != t.data_ptr():
-                t.copy_(part.view_as(t))
+    under_way = [_sent(bucket) for bucket in _buckets(tensors)]
+    for message in under_way:
+        _received(*message)
+
+
+def _sent(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor, Any]:
+    """A message that is summed on its way."""
+    flat = torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1).contiguous()
+    _count(flat)
+    return tensors, flat, dist.all_reduce(flat, async_op=True)
+
+
+def _received(tensors: Sequence[Tensor], flat: Tensor, work: Any) -> None:
+    work.wait()
+    for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+        if part.data_ptr() != t.data_ptr():
+            t.copy_(part.view_as(t))
+
+
+class GradientSums:
+    """Sums of gradients over ranks that set out while the backward pass is still under way.
+
+        with GradientSums(params) as sums:
+            loss.backward()
+        sums.finish()  # every `.grad` is now that of all ranks
+
+    A message holds parameters in the reverse of their order, which is about that in which the pass reaches them. It
+    leaves when all of its gradients are there and the ones before it have left, so that all ranks send them in the same
+    order, whatever their graphs are.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.buckets = _buckets(list(reversed(params)))
+        self.place = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.under_way: list[tuple[Sequence[Tensor], Tensor, Any]] = []
+
+    def __enter__(self) -> GradientSums:
+        self.hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.place]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _arrived(self, p: Tensor) -> None:
+        self.missing[self.place[p]] -= 1
+        while len(self.under_way) < len(self.buckets) and self.missing[len(self.under_way)] == 0:
+            self._send()
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        grads = [p.grad for p in self.buckets[len(self.under_way)] if p.grad is not None]
+        require(
+            all(g.layout is torch.strided for g in grads),
+            "gradients must be dense where several ranks add them up: make the model's Embedding with sparse=False",
+        )
+        self.under_way.append(_sent(grads))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what has not left, and wait for all. Every parameter must have a gradient."""
+        while len(self.under_way) < len(self.buckets):
+            self._send()
+        for message in self.under_way:
+            _received(*message)
 
 
 def average_(tensors: Sequence[Tensor]) -> None:
@@ -238,7 +295,8 @@ def gather_together(tensors: Sequence[Tensor], counts: Sequence[int] | None = No
     layout = rows(len(tensors[0])) if counts is None else Rows(tuple(counts), rank())
     parts = [t.detach().reshape(len(t), math.prod(t.shape[1:])).contiguous().view(torch.uint8) for t in tensors]
     whole = _all_rows(torch.cat(parts, 1), layout).split([part.shape[1] for part in parts], 1)
-    return [w.contiguous().view(t.dtype).view(len(w), *t.shape[1:]) for w, t in zip(whole, tensors)]
+    own = [w.clone(memory_format=torch.contiguous_format) for w in whole]
+    return [w.view(t.dtype).view(len(w), *t.shape[1:]) for w, t in zip(own, tensors)]
 
 
 def _all_rows(t: Tensor, layout: Rows) -> Tensor:

@@ -19,13 +19,14 @@ MAY_IMPORT = {
     "options": "errors",
     "predictions": "errors files",
     "ranks": "errors",
+    "batchnorm": "errors ranks",
     "network": "errors",
     "modes": "errors",
     "pixels": "errors",
     "predict": "errors modes network predictions",
     "posterior": "errors modes predictions",
     # pure mathematics
-    "autodiff": "errors network",
+    "autodiff": "errors network ranks",
     "losses": "errors options",
     "mixing": "errors",
     "calibration": "errors files names options predictions",
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "penalties": "autodiff calibration curvature errors margins network options pixels",
     "objective": "calibration errors losses options penalties",
     "optim": "curvature errors models network options ranks",
-    "bilevel": "autodiff calibration errors gamma mixing network objective optim ranks",
+    "bilevel": "autodiff batchnorm calibration errors gamma mixing network objective optim ranks",
     "monitors": "calibration curvature errors margins models modes options pixels predict predictions",
     # runs
     "config": "bilevel calibration configs data errors gamma losses models monitors names objective optim options "

@@ -193,7 +193,7 @@ def rms_norm(args: Any, kwargs: Any, out: Any) -> Push:
 def group_norm(args: Any, kwargs: Any, out: Any) -> Push:
     names = "input num_groups weight bias eps cudnn_enabled"
     x, groups, weight, bias, eps, _ = bound(names, args, kwargs, eps=1e-5)
-    n, size = x.tensor.shape[0], x.tensor[0].numel() // groups
+    n, size = x.tensor.shape[0], math.prod(x.tensor.shape[1:]) // groups
     # a group is normalised as a row
     return _rule(
         _Norm(x, weight, bias, (n * groups, size), (1,), _channels(x), eps, _by_last((size,), eps)),
@@ -207,7 +207,7 @@ def instance_norm(args: Any, kwargs: Any, out: Any) -> Push:
         if moving((mean, var)):
             raise NotImplementedError("running statistics that depend on the parameters")
         return _running_statistics(x, weight, bias, mean, var, eps)
-    n, size = math.prod(x.tensor.shape[:2]), x.tensor[0, 0].numel()
+    n, size = math.prod(x.tensor.shape[:2]), math.prod(x.tensor.shape[2:])
     return _rule(_Norm(x, weight, bias, (n, size), (1,), _channels(x), eps, _by_last((size,), eps)))
 
 

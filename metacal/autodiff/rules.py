@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metacal import ranks
 from metacal.autodiff import arithmetic, attention, norms, reductions
 from metacal.autodiff.activations import BY_INPUT, BY_RESULT
 from metacal.autodiff.exposed import opened
@@ -100,6 +101,7 @@ def _linear_functions() -> dict[Any, Rule]:
         **dict.fromkeys(
             _forms("index_copy"), jointly_linear(arithmetic.index_copied, "input dim index source", "input source")
         ),
+        ranks.summed: linear(ranks.summed),
         torch.where: arithmetic.where(torch),
         Tensor.where: arithmetic.where(Tensor),
         Tensor.__setitem__: arithmetic.assigned,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from metacal import ranks
+from metacal.batchnorm import synchronises
 from metacal.errors import require
 from metacal.optim.transpose import Cotangents
 
@@ -123,6 +124,11 @@ def penalty_on(
         )
         logits = ranks.gather_rows(logits, batch.counts, summed=True)
         return penalty(model, x, ranks.gather_rows(y, batch.counts), logits, None), 1 / len(batch.counts)
+    require(
+        (first is None and min(batch.counts) > 0) or getattr(penalty, "of_logits", False) or not synchronises(model),
+        f"batch must have samples on every rank for penalty {type(penalty).__name__}, since the model's synchronised "
+        f"batch normalisation needs all ranks in each pass, got {batch.counts}",
+    )
     size = batch.size if first is None else min(first, batch.size)
     n = min(max(size - batch.start, 0), len(x))
     if n == 0:
@@ -132,19 +138,19 @@ def penalty_on(
     return penalty(model, x, y, logits, features), n / size
 
 
-def sum_gradients(params: Sequence[Tensor], numbers: Sequence[Tensor]) -> None:
+def sum_gradients(params: Sequence[Tensor], sums: ranks.GradientSums, numbers: Sequence[Tensor]) -> None:
     """Replace `.grad` of the parameters, and the 0-d tensors `numbers`, by their sums over ranks, in place.
 
-    A parameter that had a part in no rank's loss keeps None: an optimizer leaves it alone.
+    sums: of these parameters, some of which may be under way. A parameter that had a part in no rank's loss keeps None:
+    an optimizer leaves it alone.
     """
-    sparse = next((p for p in params if p.grad is not None and p.grad.layout is not torch.strided), None)
-    require(sparse is None, "backbone must have dense gradients on several ranks: make its Embedding with sparse=False")
     lacking = [i for i, p in enumerate(params) if p.grad is None]
     present = params[0].new_ones(len(params))  # on how many ranks
     for i in lacking:
         params[i].grad = torch.zeros_like(params[i])
         present[i] = 0
-    ranks.sum_([*[p.grad for p in params if p.grad is not None], present, *numbers])
+    sums.finish()
+    ranks.sum_([present, *numbers])
     for i in lacking:
         if not present[i]:
             params[i].grad = None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from metacal import ranks
+from metacal.batchnorm import synchronises
 from metacal.bilevel.batch import Batch, Last, joined, last_of, mean_of, penalty_on, sum_gradients
 from metacal.bilevel.passes import Engine, Pass
 from metacal.bilevel.penalty_report import PenaltyReport
@@ -247,6 +248,7 @@ class Inner:
                 self._observe(whole, parts)
                 observe = False
         report = PenaltyReport(engine.leaves() if record else self.network.params, self.details)
+        sums = None if whole.counts is None else ranks.GradientSums(self.network.params)
         runs, gammas, features = [], [], []
         loss = torch.zeros(())
         for batch in parts:
@@ -262,7 +264,10 @@ class Inner:
             gamma = self.gamma(batch, run.logits, seen, record, observe)
             mean = mean_of(self.losses(batch, run.logits, None if gamma is None else gamma.detach()))
             total = self.penalised(mean, batch, self.network.trained, run.logits, run.features, report)
-            run.backward(total, penalised=bool(self.penalties))
+            # a model that speaks to other ranks itself must not be interrupted
+            early = sums is not None and batch is parts[-1] and not synchronises(self.network.model)
+            with sums if sums is not None and early else nullcontext():
+                run.backward(total, penalised=bool(self.penalties))
             loss = mean.detach() if batch.share == 1 else loss.to(mean.device) + batch.share * mean.detach()
             runs.append(run)
             gammas.append(gamma)
@@ -270,13 +275,13 @@ class Inner:
         logits, gamma = joined([run.logits for run in runs]), joined(gammas)
         assert logits is not None
         gamma_mean = [] if gamma is None else [whole.mean(gamma.detach())]
-        if whole.counts is not None:
+        if sums is not None:
             loss = loss.clone()
-            sum_gradients(self.network.params, [loss, *gamma_mean, *report.tensors()])
+            sum_gradients(self.network.params, sums, [loss, *gamma_mean, *report.tensors()])
         terms = {"loss": loss, **report.values(loss)}
         if gamma_mean:
             terms["gamma_mean"] = gamma_mean[0]
-        self.details -= report.reported
+        self.details.difference_update(report.reported)
         last = last_of(whole, logits, joined(features), None if gamma is None else gamma.detach())
         return Gradient(terms, last, whole, logits, gamma, runs)
 

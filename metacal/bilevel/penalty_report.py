@@ -28,8 +28,9 @@ class PenaltyReport:
         self.seconds: dict[str, float] = {}
 
     @property
-    def reported(self) -> set[str]:
-        return self.details & set(self.value)
+    def reported(self) -> list[str]:
+        """In the order of the penalties, which is that of all ranks."""
+        return [name for name in self.value if name in self.details]
 
     def add(self, name: str, value: Tensor, share: float, weight: float, began: float) -> None:
         """share: with which the value counts in that of the whole batch."""
@@ -40,8 +41,9 @@ class PenaltyReport:
             return
         slopes: Sequence[Tensor | None] = [None] * len(self.leaves)
         if value.requires_grad:
-            slopes = torch.autograd.grad(value, self.leaves, retain_graph=True, allow_unused=True)
-        grads = [weight * share * (torch.zeros_like(p) if g is None else g) for p, g in zip(self.leaves, slopes)]
+            factor = torch.full_like(value, weight * share)  # before the pass, which other ranks' values may enter
+            slopes = torch.autograd.grad(value, self.leaves, factor, retain_graph=True, allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.leaves, slopes)]
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began

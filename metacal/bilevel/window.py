@@ -105,7 +105,8 @@ class Window:
         with Streams.aside(x_meta.device, seeded=self.last.runs[0].streams.moved()):
             z = full(network.aside(x_meta)[0])
         check_labels(y_meta, z, "y_meta")
-        z, labels = ranks.gather_rows(z), ranks.gather_rows(y_meta)
+        counts = ranks.rows(len(z)).counts
+        z, labels = ranks.gather_rows(z, counts), ranks.gather_rows(y_meta, counts)
         value = outer(z, labels)
         u: Cotangents = [None] * len(network.params)
         if value.requires_grad:

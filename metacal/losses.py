@@ -129,7 +129,7 @@ def signed_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 0.0) ->
     log_p = _log_probability(_checked(logits, labels), labels)
     if not isinstance(gamma, Tensor):
         require(math.isfinite(gamma), f"gamma must be finite, got {gamma}")
-        gamma = log_p.new_tensor(gamma)
+        gamma = log_p.new_full((), gamma)
     gamma = _entries("gamma", gamma, log_p)
     u = gamma.clamp(-1.0, 1.0)
     above = gamma * (0.5 + (15 * u - 10 * u**3 + 3 * u**5) / 16)

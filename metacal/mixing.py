@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metacal.devices import sent
 from metacal.errors import require
 
 __all__ = ["mixed_loss", "mixup"]
@@ -56,7 +57,7 @@ def mixup(x: Tensor, y: Tensor, alpha: float, generator: torch.Generator) -> tup
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
     weight = float(np.random.default_rng(seed).beta(alpha, alpha))
     weight = max(weight, 1 - weight)
-    order = torch.randperm(len(x), generator=generator).to(x.device)
+    order = sent(torch.randperm(len(x), generator=generator), x.device)
     return torch.lerp(x[order], x, weight), y, y[order], weight
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,11 +33,11 @@ __all__ = [
     "coupling_layer",
     "logits_in",
     "logits_of",
-    "naming_reentrant_checkpoints",
     "on_copies",
     "outputs_of",
     "plain",
     "plain_attention",
+    "repeats",
 ]
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -353,33 +353,28 @@ class Streams:
             now.restore()
 
 
-def check_repeated(repeated: Tensor, recorded: Tensor, tolerance: float, remedy: str) -> None:
-    """Raise `InputError` unless a pass that had to repeat another one gave its logits, up to rounding.
+def repeats(
+    repeated: Tensor, recorded: Tensor, tolerance: float, remedy: str
+) -> tuple[Tensor, Callable[[], InputError]]:
+    """Whether a pass that had to repeat another one gave its logits, up to rounding, a 0-d bool on their device; and
+    the error for where it did not.
 
     tolerance: on the norm of the difference, relative to that of the recorded logits.
     """
     gap = (repeated.detach().double() - recorded.detach().double()).norm()
     size = recorded.detach().double().norm()
-    if not gap <= tolerance * size + 1e-30:
-        raise InputError(
-            f"model gave other logits when its pass was repeated (by {float(gap / size):.1e} of their size): its "
-            "forward depends on something besides inputs, parameters, buffers, plain attributes and the random "
-            f"streams of torch, Python and numpy; {remedy}"
-        )
+    return gap <= tolerance * size + 1e-30, lambda: InputError(
+        f"model gave other logits when its pass was repeated (by {float(gap / size):.1e} of their size): its forward "
+        "depends on something besides inputs, parameters, buffers, plain attributes and the random streams of torch, "
+        f"Python and numpy; {remedy}"
+    )
 
 
-@contextmanager
-def naming_reentrant_checkpoints() -> Iterator[None]:
-    """Raise `InputError` where a gradient is asked for that torch's reentrant checkpointing does not give."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise InputError(
-            "model uses torch.utils.checkpoint with use_reentrant=True, through which no gradient can be taken "
-            "aside: set use_reentrant=False"
-        ) from error
+def check_repeated(repeated: Tensor, recorded: Tensor, tolerance: float, remedy: str) -> None:
+    """Raise the error of `repeats` now."""
+    well, error = repeats(repeated, recorded, tolerance, remedy)
+    if not well:
+        raise error()
 
 
 # -- attention ----------------------------------------------------------------------------------------------------

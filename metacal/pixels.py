@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metacal.devices import sent
 from metacal.errors import require
 
 __all__ = ["NORMS", "RADIUS", "UNITS", "Pixels", "check_pixels", "require_known", "to_inputs"]
@@ -46,7 +47,9 @@ def check_pixels(pixels: Any) -> None:
         isinstance(pixels, Pixels),
         f"pixels must be None (inputs in [0, 1]) or metacal.penalties.Pixels(mean, std), got {pixels!r}",
     )
-    mean, std = (torch.as_tensor(t, dtype=torch.float64).cpu() for t in pixels)
+    if any(isinstance(t, Tensor) and t.device.type != "cpu" for t in pixels):
+        return  # a look at the values would make a GPU wait
+    mean, std = (torch.as_tensor(t, dtype=torch.float64) for t in pixels)
     require(
         mean.shape == std.shape and mean.ndim <= 1 and bool(mean.isfinite().all()) and bool(std.isfinite().all()),
         f"pixels must hold finite mean and std of one length, got mean {mean.tolist()} and std {std.tolist()}",
@@ -68,7 +71,7 @@ def to_inputs(pixels: Pixels | None, x: Tensor) -> tuple[Tensor, Tensor]:
     """(mean, std), shaped to broadcast over x; (0, 1) where inputs are pixels themselves."""
     if pixels is None:
         return x.new_zeros(()), x.new_ones(())
-    mean, std = (torch.as_tensor(t, dtype=x.dtype, device=x.device) for t in pixels)
+    mean, std = (sent(torch.as_tensor(t, dtype=x.dtype), x.device) for t in pixels)
     if mean.ndim == 0 or mean.numel() == 1:
         return mean.reshape(()), std.reshape(())
     require(

@@ -264,7 +264,8 @@ def _put(x: Tensor, places: Any, value: Any) -> Tensor:
 def _put_all(x: Tensor, places: Any, value: Any) -> Tensor:
     """A place that is written twice counts twice, as in autograd's backward pass."""
     at = torch.arange(x.numel(), device=x.device).view(x.shape)[places]
-    entries = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(at.shape).reshape(-1)
+    entries = value.to(x) if isinstance(value, Tensor) else x.new_full((), value)
+    entries = entries.expand(at.shape).reshape(-1)
     return x.reshape(-1).index_fill(0, at.reshape(-1), 0.0).index_add(0, at.reshape(-1), entries).view(x.shape)
 
 

@@ -14,13 +14,15 @@ derivatives of weight normalisation wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from metacal.autodiff.graph import without_second_derivative
+from metacal.errors import InputError
 
 __all__ = [
     "dot",
@@ -28,6 +30,7 @@ __all__ = [
     "hv_along",
     "hv_by_reverse",
     "jv_by_reverse",
+    "naming_reentrant_checkpoints",
     "pulled_back",
     "recorded_gradient",
 ]
@@ -120,3 +123,17 @@ def hv_by_reverse(g: Cotangents, params: Sequence[Tensor], v: Cotangents, graph:
         return [torch.zeros_like(p) for p in params]
     grads = torch.autograd.grad(along, params, create_graph=graph, retain_graph=True, allow_unused=True)
     return filled(grads, params) if graph else [t.detach() for t in filled(grads, params)]
+
+
+@contextmanager
+def naming_reentrant_checkpoints() -> Iterator[None]:
+    """Raise `InputError` where a gradient is asked for that torch's reentrant checkpointing does not give."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise InputError(
+            "model uses torch.utils.checkpoint with use_reentrant=True, through which no gradient can be taken "
+            "aside: set use_reentrant=False"
+        ) from error

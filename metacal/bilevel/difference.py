@@ -10,7 +10,8 @@ from torch import Tensor
 from metacal import ranks
 from metacal.autodiff.cuts import Cuts
 from metacal.bilevel.passes import Engine, Recorded
-from metacal.errors import require
+from metacal.bilevel.reading import Check
+from metacal.errors import InputError, require
 from metacal.network import Network
 from metacal.optim.transpose import Cotangents, total_norm
 
@@ -25,21 +26,22 @@ class Difference(Engine):
     ε is such that the logits move by `relative` of their size (root mean squares), whatever the network's
     sensitivity, which no rule from ‖θ‖ and ‖v‖ knows: it is that of the last step, with a second try where that
     is off by more than a factor of three. z(θ) is that of the training pass. The error is of order ε for smooth
-    networks; kinks of ReLU networks with batch statistics leave more.
+    networks; kinks of ReLU networks with batch statistics leave more. On a GPU, which is not waited for, the steps
+    after the first have one try.
     """
 
     def __init__(self, network: Network, relative: float = 2e-3, central: bool = False) -> None:
         super().__init__(network)
         require(relative > 0, f"relative must be > 0, got {relative}")
         self.relative, self.central = relative, central
-        self.sensitivity = 0.0  # size of J v over that of v, at the last step
+        self.sensitivity: float | Tensor = 0.0  # size of J v over that of v, at the last step
         self.checked = False
 
     def record(self, x: Tensor) -> Recorded:
         return _Compared(self, x)
 
     def state(self) -> float:
-        return self.sensitivity
+        return float(self.sensitivity)
 
     def load_state(self, state: float) -> None:
         self.sensitivity = state
@@ -52,26 +54,30 @@ class _Compared(Recorded):
     def jv(self, v: Cotangents) -> Tensor:
         engine = self.engine
         pairs = [(p, t) for p, t in zip(engine.old, v) if t is not None]
-        self.moved, self.tangents, self.at = [p for p, _ in pairs], [t for _, t in pairs], 0.0
+        self.moved, self.tangents = [p for p, _ in pairs], [t for _, t in pairs]
+        self.at: float | Tensor = 0.0
+        if engine.checked and engine.unproven is not None and pairs:
+            return self._jv_on_device(engine.unproven)
+        engine.sensitivity = float(engine.sensitivity)
         size = float(total_norm(self.tangents)) if pairs else 0.0
         if size == 0 or not math.isfinite(size):
             return torch.full_like(self.logits, 0.0 if size == 0 else math.nan)
         start = self._start(self.moved[0].dtype)
-        aim = engine.relative * max(_rms(start), 1e-3)
+        aim = engine.relative * max(float(_rms(start)), 1e-3)
         eps = 1e-3 * float(total_norm(self.moved)) / size
         if engine.sensitivity > 0:
             eps = aim / (engine.sensitivity * size)
         for attempt in range(3):
             product = (self._logits_at(eps) - start) / eps
-            engine.sensitivity = _rms(product) / size
-            if not 0 < engine.sensitivity < math.inf or aim / 3 < eps * _rms(product) < 3 * aim:
+            change = float(_rms(product))
+            engine.sensitivity = change / size
+            if not 0 < engine.sensitivity < math.inf or aim / 3 < eps * change < 3 * aim:
                 break
             if attempt < 2:
                 eps = aim / (engine.sensitivity * size)
         require(
-            not eps * _rms(product) > 100 * aim,
-            "model gives logits that move by more than a change of its parameters explains: its forward depends on "
-            "something that cannot be repeated, use engine 'reverse'",
+            not eps * change > 100 * aim,
+            _UNREPEATABLE,
         )
         if not engine.checked:
             self._verify(product, v, eps)
@@ -81,9 +87,30 @@ class _Compared(Recorded):
             engine.sensitivity = 0.0
         return product
 
-    def _logits_at(self, eps: float) -> Tensor:
+    def _jv_on_device(self, unproven: list[Check]) -> Tensor:
+        """The same with ε on the device, from the sensitivity of the last step."""
+        engine = self.engine
+        size = total_norm(self.tangents)
+        start = self._start(self.moved[0].dtype)
+        aim = engine.relative * _rms(start).clamp(min=1e-3)
+        last = engine.sensitivity
+        known = last if isinstance(last, Tensor) else torch.full_like(size, last)  # 0: nothing is known
+        eps = torch.where(known > 0, aim / known, 1e-3 * total_norm(self.moved)) / size
+        product = (self._logits_at(eps) - start) / eps
+        change = _rms(product)
+        unproven.append((~(eps * change > 100 * aim), lambda: InputError(_UNREPEATABLE)))
+        if engine.central:
+            product = (product + (start - self._logits_at(-eps)) / eps) / 2
+        sensitivity = change / size
+        engine.sensitivity = torch.where(torch.isfinite(sensitivity) & (sensitivity > 0), sensitivity, known)
+        return torch.where(size > 0, product, torch.where(size == 0, 0.0, math.nan))
+
+    def _logits_at(self, eps: float | Tensor) -> Tensor:
         """z(θ + εv), of the pass repeated there."""
-        torch._foreach_add_(self.moved, self.tangents, alpha=eps - self.at)
+        if isinstance(eps, Tensor):
+            torch._foreach_add_(self.moved, torch._foreach_mul(self.tangents, eps - self.at))
+        else:
+            torch._foreach_add_(self.moved, self.tangents, alpha=eps - self.at)
         self.at = eps
         return self.repeated(self.engine.old)
 
@@ -124,7 +151,8 @@ class _Compared(Recorded):
         del self.graph, self.leaves
 
         def agrees(jv: Tensor, tolerance: float) -> bool:
-            left, pulled, w2, jv2 = _sums((w * jv).sum(), pulled_back, w.square().sum(), jv.square().sum())
+            dots = _over_ranks((w * jv).sum(), pulled_back, w.square().sum(), jv.square().sum())
+            left, pulled, w2, jv2 = dots.tolist()
             return not abs(left - pulled) > tolerance * math.sqrt(w2 * jv2)
 
         def central(step: float) -> Tensor:
@@ -140,16 +168,22 @@ class _Compared(Recorded):
         self.engine.checked = True
 
 
-def _sums(*values: Tensor) -> list[float]:
-    """0-d tensors, summed over ranks."""
+_UNREPEATABLE = (
+    "model gives logits that move by more than a change of its parameters explains: its forward depends on something "
+    "that cannot be repeated, use engine 'reverse'"
+)
+
+
+def _over_ranks(*values: Tensor) -> Tensor:
+    """The sums over ranks of 0-d tensors, `(n,)`."""
     together = torch.stack([value.double() for value in values])
     ranks.sum_([together])
-    return together.tolist()
+    return together
 
 
-def _rms(x: Tensor) -> float:
+def _rms(x: Tensor) -> Tensor:
     """Root mean square, over ranks."""
     if ranks.size() == 1:
-        return float(x.square().mean().sqrt())
-    square, count = _sums(x.square().sum(), torch.tensor(x.numel()))
-    return math.sqrt(square / count)
+        return x.square().mean().sqrt()
+    square, count = _over_ranks(x.square().sum(), x.new_tensor(x.numel())).unbind()
+    return (square / count).sqrt().to(x.dtype)

@@ -42,7 +42,7 @@ class Moment:
     theta: list[Tensor]
     step: StepTaken
     clipped: Cotangents | None
-    norm: float
+    norm: float | Tensor
 
 
 class Horizon(Window):
@@ -65,7 +65,7 @@ class Horizon(Window):
     def last(self) -> Gradient:
         return self.moments[-1].gradient
 
-    def note(self, gradient: Gradient, norm: float) -> None:
+    def note(self, gradient: Gradient, norm: float | Tensor) -> None:
         """Keep what the coming step reads. norm: of the gradient before clipping."""
         params = self.inner.network.params
         clipped = clipped_gradients(self.optimizer, params, norm, self.clip_norm)

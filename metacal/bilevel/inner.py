@@ -11,7 +11,6 @@ contributes n_p / n of its own means, so that the sum over parts and ranks is L 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,35 +38,13 @@ __all__ = [
     "Inner",
     "Last",
     "Mix",
-    "NonFiniteError",
     "check_batch",
-    "non_finite",
-    "read",
+    "prepared",
     "values_of",
 ]
 
 Mix = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, float]]
 """`(x, y, step) -> (x_mixed, y, y_other, weight)`, as `metacal.mixing.mixup` gives."""
-
-
-class NonFiniteError(RuntimeError):
-    """A loss, gradient or hypergradient that is infinite or not a number.
-
-    `quantity` says which and `value` what it is, `found` holds all numbers of the `step` by name.
-    """
-
-    def __init__(self, name: str, found: dict[str, float], step: int) -> None:
-        quantity, value = _QUANTITY.get(name, name), found[name]
-        super().__init__(f"non-finite {quantity} ({value}) at step {step}")
-        self.quantity, self.value, self.found, self.step = quantity, value, found, step
-
-
-_QUANTITY = {
-    "grad_norm": "gradient norm",
-    "hypergradient_norm": "hypergradient norm",
-    "outer": "outer loss",
-    "gamma_mean": "gamma",
-}
 
 
 @dataclass
@@ -77,7 +54,7 @@ class Gradient:
     logits, gamma: of the whole batch, without a graph, and with one into φ if the passes were recorded.
     """
 
-    terms: dict[str, Tensor]
+    terms: dict[str, Tensor | float]
     last: Last
     batch: Batch
     logits: Tensor
@@ -250,7 +227,7 @@ class Inner:
         report = PenaltyReport(engine.leaves() if record else self.network.params, self.details)
         sums = None if whole.counts is None else ranks.GradientSums(self.network.params)
         runs, gammas, features = [], [], []
-        loss = torch.zeros(())
+        loss: Tensor | None = None
         for batch in parts:
             run, layer = self._forward(batch.x, engine.record if record else partial(Pass, engine))
             seen = layer.features(run.features, len(batch.x))
@@ -268,17 +245,18 @@ class Inner:
             early = sums is not None and batch is parts[-1] and not synchronises(self.network.model)
             with sums if sums is not None and early else nullcontext():
                 run.backward(total, penalised=bool(self.penalties))
-            loss = mean.detach() if batch.share == 1 else loss.to(mean.device) + batch.share * mean.detach()
+            part = mean.detach() if batch.share == 1 else batch.share * mean.detach()
+            loss = part if loss is None else loss + part
             runs.append(run)
             gammas.append(gamma)
             features.append(None if run.features is None else run.features.detach())
         logits, gamma = joined([run.logits for run in runs]), joined(gammas)
-        assert logits is not None
+        assert logits is not None and loss is not None
         gamma_mean = [] if gamma is None else [whole.mean(gamma.detach())]
         if sums is not None:
             loss = loss.clone()
             sum_gradients(self.network.params, sums, [loss, *gamma_mean, *report.tensors()])
-        terms = {"loss": loss, **report.values(loss)}
+        terms: dict[str, Tensor | float] = {"loss": loss, **report.values(loss)}
         if gamma_mean:
             terms["gamma_mean"] = gamma_mean[0]
         self.details.difference_update(report.reported)
@@ -289,6 +267,8 @@ class Inner:
         """Compute every penalty and its gradient once, each rank by itself."""
         with ranks.alone():
             for term in self.penalties.values():
+                if (look := getattr(term.penalty, "look", None)) is not None:
+                    look(x)
                 logits, features = outputs_of(self.network.trained(x))
                 value = term.penalty(self.network.trained, x, y, logits, features)
                 if value.requires_grad:
@@ -319,15 +299,15 @@ def values_of(source: nn.Module, network: Network, x: Tensor, y: Tensor, epoch: 
     return source(layer.features(features, len(x)), logits=logits, labels=y, inputs=x, epoch=epoch)
 
 
-def non_finite(found: Mapping[str, float], names: Sequence[str]) -> str | None:
-    """The first of `names` whose value is not finite."""
-    return next((name for name in names if not math.isfinite(found[name])), None)
-
-
-def read(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Several 0-d tensors as floats, with one transfer."""
-    device = next(iter(values.values())).device
-    return dict(zip(values, torch.stack([v.detach().double().to(device) for v in values.values()]).tolist()))
+def prepared(optimizer: Any, batch: Batch, chunk: int | None) -> dict[str, float]:
+    """What an optimizer computes of a batch before its step (BulkSGD's eigenvectors), and what it tells."""
+    if not (hasattr(optimizer, "prepare") and optimizer.prepare(batch.x, batch.y, chunk)):
+        return {}
+    return {
+        "bulk_sgd/eigenvalue": optimizer.eigenvalues[0],
+        "bulk_sgd/products": float(optimizer.products),
+        "bulk_sgd/converged": float(optimizer.converged),
+    }
 
 
 def check_batch(x: Tensor, y: Tensor, suffix: str) -> None:

@@ -24,15 +24,21 @@ from torch import Tensor
 
 from metacal.autodiff.derivatives import jv_by_reverse, recorded_gradient
 from metacal.autodiff.tape import Tape
+from metacal.bilevel.reading import Check
 from metacal.errors import InputError, require
-from metacal.network import ModuleState, Network, Streams, check_repeated, on_copies
+from metacal.network import ModuleState, Network, Streams, on_copies, repeats
 from metacal.optim.transpose import Cotangents
 
 __all__ = ["Again", "Engine", "Forward", "Pass", "Recorded", "Reverse", "added", "double_vjp"]
 
 
 class Engine:
-    """Makes passes of one network. `old` is the memory for copies of θ, kept from step to step."""
+    """Makes passes of one network. `old` is the memory for copies of θ, kept from step to step.
+
+    unproven: where checks of repeated passes go for whoever reads them later; None: they are made at once.
+    """
+
+    unproven: list[Check] | None = None
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -116,7 +122,11 @@ class Recorded(Pass):
         # a compiled or mixed-precision pass is repeated by other operations
         coarse = not exact or recorded.dtype in (torch.float16, torch.bfloat16)
         tolerance = 0.1 if coarse else 1e-9 if recorded.dtype == torch.float64 else 1e-3
-        check_repeated(repeated, recorded, tolerance, "use engine 'reverse' with one inner step")
+        check = repeats(repeated, recorded, tolerance, "use engine 'reverse' with one inner step")
+        if self.engine.unproven is not None:
+            self.engine.unproven.append(check)
+        elif not check[0]:
+            raise check[1]()
 
 
 def double_vjp(z: Tensor, params: Sequence[Tensor], v: Cotangents) -> Tensor:

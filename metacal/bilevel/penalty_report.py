@@ -53,12 +53,12 @@ class PenaltyReport:
         """All that has to be added up where several ranks have parts of the batch."""
         return [*self.value.values(), *self.weighted.values(), *[g for name in self.reported for g in self.grads[name]]]
 
-    def values(self, loss: Tensor) -> dict[str, Tensor]:
+    def values(self, loss: Tensor) -> dict[str, Tensor | float]:
         """`penalty/<name>` unweighted, `…_share` of the objective, `…_grad_norm` weighted, `time/penalty_…_ms`."""
-        terms = {f"penalty/{name}": value for name, value in self.value.items()}
+        terms: dict[str, Tensor | float] = {f"penalty/{name}": value for name, value in self.value.items()}
         whole = loss.detach() + sum(self.weighted.values()) if self.weighted else loss
         for name in self.reported:
             terms[f"penalty/{name}_share"] = self.weighted[name] / whole
             terms[f"penalty/{name}_grad_norm"] = total_norm(self.grads[name])
-            terms[f"time/penalty_{name}_ms"] = torch.tensor(1e3 * self.seconds[name], dtype=torch.float64)
+            terms[f"time/penalty_{name}_ms"] = 1e3 * self.seconds[name]
         return terms

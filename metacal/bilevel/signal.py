@@ -51,9 +51,14 @@ class Signal:
             self.mean, self.square = [h.detach().clone() for h in hypergradient], square
         else:
             torch._foreach_lerp_(self.mean, list(hypergradient), rate)
-            self.square = self.square.lerp(square, rate)
+            self.square.lerp_(square, rate)
         signal = torch.stack([m.double().square().sum() for m in self.mean]).sum()
         return (signal / (self.square - signal).clamp(min=0)).sqrt()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What `add` changes on the device."""
+        return self.mean if self.square is None else [*self.mean, self.square]
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self.mean, "square": self.square, "count": self.count}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from metacal.network import ModuleState, Streams
 
-__all__ = ["Snapshot", "Undo", "preserved"]
+__all__ = ["Gate", "Snapshot", "Undo", "held_on", "preserved", "state_tensors"]
 
 
 class Undo:
@@ -108,3 +108,29 @@ def preserved(optimizer: Optimizer, *modules: nn.Module | None) -> Iterator[None
         yield
     finally:
         snapshot.restore()
+
+
+class Gate:
+    """Tensors that a step is about to change in place, and what they held, so that the device itself can undo it."""
+
+    @torch.no_grad()
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.before = [t.detach().clone() for t in tensors]
+
+    @torch.no_grad()
+    def keep_if(self, well: Tensor) -> None:
+        """Where `well`, a 0-d bool, is false, all tensors get back what they held."""
+        for tensor, before in zip(self.tensors, self.before):
+            tensor.copy_(torch.where(well, tensor, before))
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state."""
+    return [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]
+
+
+def held_on(device: torch.device, optimizer: Optimizer) -> bool:
+    """Whether all of an optimizer's state lies in tensors on `device`: Adam counts its steps on the host by default."""
+    values = [v for entries in optimizer.state.values() for v in entries.values() if v is not None]
+    return all(isinstance(v, Tensor) and v.device == device for v in values)

@@ -11,28 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from metacal.autodiff.derivatives import naming_reentrant_checkpoints
 from metacal.bilevel.build import build_window, check_parameters, check_parts, on_backbone
 from metacal.bilevel.engines import ENGINES
-from metacal.bilevel.inner import (
-    Batch,
-    Gradient,
-    Inner,
-    Last,
-    Mix,
-    NonFiniteError,
-    check_batch,
-    non_finite,
-    read,
-)
+from metacal.bilevel.inner import Batch, Gradient, Inner, Last, Mix, check_batch, prepared
+from metacal.bilevel.reading import Ledger, NonFiniteError, Report
 from metacal.bilevel.signal import Signal
-from metacal.bilevel.state import Snapshot, Undo, preserved
+from metacal.bilevel.state import Gate, Snapshot, Undo, held_on, preserved, state_tensors
 from metacal.bilevel.tangent import TANGENT
 from metacal.bilevel.unrolled import HIGHER
 from metacal.bilevel.window import OneStep
 from metacal.calibration.differentiable import confidences
 from metacal.calibration.surrogates import Outer, build_outer
 from metacal.errors import InputError, require, require_choice
-from metacal.network import Network, naming_reentrant_checkpoints, on_copies
+from metacal.network import Network, on_copies
 from metacal.objective import Loss, Penalty, Term, build_loss, build_penalties
 from metacal.optim.transpose import check_sparse, check_supported, total_norm
 
@@ -63,7 +55,8 @@ class MetaStep:
         every: the outer part belongs to every so many-th step; other steps ignore their meta batch.
         nonfinite: "raise" `NonFiniteError` before the optimizer has changed anything, or "skip" the step and count it
             in `skipped`. A non-finite outer loss or hypergradient shows only after the backbone's step, which stays
-            and counts; the gamma source stays as it was.
+            and counts; the gamma source stays as it was. On a GPU, which is not waited for, the error comes one step
+            later, names the step that it was, and both have been taken; a skipped step is undone there.
         engine_options: forward: `reuse` (True); difference: `relative` (2e-3), `central` (False); higher: `steps` (1),
             how many steps before each outer one are unrolled, at most `every`.
         chunk: take a larger batch in parts of so many samples, one step on the gradient of the whole: the same step
@@ -128,10 +121,10 @@ class MetaStep:
         self.engine = self.window.engine
         self.epoch: float = 0
         self.count = 0
-        self.skipped = 0
         self.signal = Signal()
         self.last: Last | None = None
-        self._tried = False  # whether an outer part has gone through
+        self._taken = self._tried = False  # whether a step, and an outer part, has gone through
+        self._ledger = Ledger(nonfinite == "skip")
 
     @property
     def due(self) -> bool:
@@ -147,6 +140,15 @@ class MetaStep:
     def resting(self) -> bool:
         """Whether a checkpoint can be made here: a window of several steps that is under way is in none."""
         return self.window.empty
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were left out so far. On a GPU this waits for it."""
+        return self._ledger.skipped
+
+    def conclude(self) -> None:
+        """Wait for the last step, and raise the error that the next one would raise of it."""
+        self._ledger.conclude()
 
     def check(self, x: Tensor, y: Tensor) -> None:
         """Compute every penalty and its gradient once on `(x, y)`, a few samples, and change nothing.
@@ -165,18 +167,17 @@ class MetaStep:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def step(
-        self, x: Tensor, y: Tensor, x_meta: Tensor | None = None, y_meta: Tensor | None = None
-    ) -> dict[str, float]:
+    def step(self, x: Tensor, y: Tensor, x_meta: Tensor | None = None, y_meta: Tensor | None = None) -> Report:
         """Train the backbone on `(x, y)` and, where the outer part is due, the gamma source on `(x_meta, y_meta)`.
 
-        Returns loss (mean per-sample loss), grad_norm (before clipping), gamma_mean, `penalty/<name>` unweighted, and
-        after an outer part outer, hypergradient_norm, its signal-to-noise ratio hypergradient_snr (`signal.Signal`) and
-        meta_gap, the mean confidence less the accuracy of the meta batch. After `detail`: `penalty/<name>_share`, its
-        weighted value over the whole objective; `penalty/<name>_grad_norm`, of its weighted gradient;
-        `time/penalty_<name>_ms`. A step, or the gamma source's part of one, that is skipped for a non-finite value
-        returns what was found and `skipped: 1.0`. Without a meta batch this is the plain training step, operation by
-        operation.
+        Returns numbers by name, which on a GPU are fetched when one of them is looked at (`Report`): loss (mean
+        per-sample loss), grad_norm (before clipping), gamma_mean, `penalty/<name>` unweighted, and after an outer part
+        outer, hypergradient_norm, its signal-to-noise ratio hypergradient_snr (`signal.Signal`) and meta_gap, the mean
+        confidence less the accuracy of the meta batch. After `detail`: `penalty/<name>_share`, its weighted value over
+        the whole objective; `penalty/<name>_grad_norm`, of its weighted gradient; `time/penalty_<name>_ms`. A step, or
+        the gamma source's part of one, that is skipped for a non-finite value returns what was found and
+        `skipped: 1.0`, which on a GPU is there, and 0, for other steps too. Without a meta batch this is the plain
+        training step, operation by operation.
 
         Raises `InputError` for input, networks and optimizers that it cannot work on, before anything has moved.
         """
@@ -184,30 +185,63 @@ class MetaStep:
         # the first outer part may find something that it cannot differentiate, after the optimizer's step
         safe = due and x_meta is not None and not self._tried
         before = Snapshot(self.optimizer, self.network.model, self.gamma_net) if safe else None
+        self._begin()
         hypergradient, skipped = None, False
         try:
-            values, hypergradient = self._advance([(x, y)], x_meta if due else None, y_meta)
+            report, hypergradient = self._advance([(x, y)], x_meta if due else None, y_meta)
         except BaseException as error:
             if before is not None and not isinstance(error, NonFiniteError):
                 before.restore()
             if not isinstance(error, NonFiniteError) or self.nonfinite == "raise":
                 raise
-            values, skipped = error.found, True
+            report, skipped = Report(error.found), True
         self.count += 1
+        self._taken |= not skipped
         if due:
             self.window.clear()
         if hypergradient is not None:
             self._tried = True
-            bad = non_finite(values, _OUTER)
-            if bad is not None and self.nonfinite == "raise":
-                raise NonFiniteError(bad, values, number)
-            skipped = bad is not None
+            try:
+                self._ledger.require_finite(report, _OUTER, number)
+            except NonFiniteError:
+                if self.nonfinite == "raise":
+                    raise
+                skipped = True
         if skipped:
-            self.skipped += 1
-            return {**values, "skipped": 1.0}
+            return self._ledger.skip(report)
         if hypergradient is not None:
-            values |= self._learn(hypergradient)
-        return values
+            report |= self._learn(hypergradient)
+        return self._ledger.close(report)
+
+    def _begin(self) -> None:
+        """Decide whether the coming step waits for its numbers; if not, and steps may be skipped, what undoes it."""
+        skips = self.nonfinite == "skip"
+        on_cpu = self.network.params[0].device.type == "cpu"
+        at_once = on_cpu or (skips and not self._undoable())
+        self._ledger.open(at_once, () if at_once or not skips else self._gates())
+        # the first outer part proves that its pass can be repeated, before that is relied on
+        self.engine.unproven = self._ledger.checks if self._tried and not at_once else None
+
+    def _undoable(self) -> bool:
+        """Whether all that a step changes lies in tensors on the device, which exist already."""
+        device = self.network.params[0].device
+        one_step = isinstance(self.window, OneStep)  # a longer window would hold the step that was not
+        return (
+            self._taken
+            and (self._tried or not self.due)
+            and held_on(device, self.optimizer)
+            and (self.meta_optimizer is None or (one_step and held_on(device, self.meta_optimizer)))
+            and self.outer.bank is None
+        )
+
+    def _gates(self) -> list[Gate]:
+        """For what the training batch changes, and for what the meta batch does."""
+        modules = [module for module in (self.network.model, self.gamma_net) if module is not None]
+        training = [*self.network.params, *(b for m in modules for b in m.buffers()), *state_tensors(self.optimizer)]
+        outer = [*self.meta_params, *self.signal.tensors]
+        if self.meta_optimizer is not None:
+            outer += state_tensors(self.meta_optimizer)
+        return [Gate(training), Gate(outer)]
 
     def hypergradient(
         self, x: Tensor | Sequence[Tensor], y: Tensor | Sequence[Tensor], x_meta: Tensor, y_meta: Tensor
@@ -226,23 +260,23 @@ class MetaStep:
         )
         last, carried, details, window = self.last, self.engine.state(), self.inner.details, self.window
         self.inner.details, self.window = set(), copy.copy(window)
+        self._ledger.open(at_once=True)
+        self.engine.unproven = None
         self.window.clear()
         try:
             with preserved(self.optimizer, self.network.model, self.gamma_net):
-                values, hypergradient = self._advance(batches, x_meta, y_meta)
+                report, hypergradient = self._advance(batches, x_meta, y_meta)
         finally:
             self.engine.load_state(carried)
             self.last, self.inner.details, self.window = last, details, window
-        bad = non_finite(values, _OUTER)
-        if bad is not None:
-            raise NonFiniteError(bad, values, self.count)
+        self._ledger.require_finite(report, _OUTER, self.count)
         assert hypergradient is not None
         return hypergradient
 
     @naming_reentrant_checkpoints()
     def _advance(
         self, batches: Sequence[tuple[Tensor, Tensor]], x_meta: Tensor | None, y_meta: Tensor | None
-    ) -> tuple[dict[str, float], list[Tensor] | None]:
+    ) -> tuple[Report, list[Tensor] | None]:
         """The step of the backbone; the hypergradient through it if there is a meta batch.
 
         Raises `NonFiniteError` before the step; the outer part's own numbers are for the caller to check.
@@ -255,16 +289,16 @@ class MetaStep:
             check_batch(x_meta, y_meta, "_meta")
         kept = x_meta is not None or (self.meta_optimizer is not None and self.window.steps > 1 and self._in_window)
         for i, (x, y) in enumerate(batches):
-            values = self._train(x, y, kept, self.count + i)
+            report = self._train(x, y, kept, self.count + i)
         if x_meta is None or y_meta is None:
-            return values, None
+            return report, None
         value, hypergradient, *meta = self.window.outer_part(self.outer, x_meta, y_meta, self.meta_params)
         assert self.last is not None
         self.last.meta_logits, self.last.meta_labels = meta
-        values |= read({"outer": value, "hypergradient_norm": total_norm(hypergradient)})
-        return values, hypergradient
+        report |= {"outer": value, "hypergradient_norm": total_norm(hypergradient)}
+        return report, hypergradient
 
-    def _train(self, x: Tensor, y: Tensor, kept: bool, count: int) -> dict[str, float]:
+    def _train(self, x: Tensor, y: Tensor, kept: bool, count: int) -> Report:
         """θ' = U(θ, g) with g = ∇_θ L, clipped. Returns what was found; `kept`: the step belongs to the window.
 
         Raises `NonFiniteError`, and whatever a term refuses, with everything as it was.
@@ -274,13 +308,11 @@ class MetaStep:
             self.window.begin(x, y, count, self.epoch)
         try:
             batch = self.inner.batch(x, y, count, self.epoch)
-            gradient, values = self._gradient(batch, kept and self.window.records)
-            bad = non_finite(values, [name for name in values if not name.endswith("_share")])
-            if bad is not None:
-                raise NonFiniteError(bad, values, count)
-            values |= self._prepare(batch)
+            gradient, report = self._gradient(batch, kept and self.window.records)
+            self._ledger.require_finite(report, [name for name in report if not name.endswith("_share")], count)
+            report |= prepared(self.optimizer, batch, self.chunk)
             if kept:
-                self.window.note(gradient, values["grad_norm"])
+                self.window.note(gradient, report["grad_norm"] if self._ledger.at_once else report.raw["grad_norm"])
         except BaseException as error:
             # a step that is left out has drawn its random numbers, as it would have in any case
             undo(streams=not isinstance(error, NonFiniteError))
@@ -290,10 +322,10 @@ class MetaStep:
             raise
         self.optimizer.step()
         self.last = gradient.last
-        return values
+        return report
 
-    def _gradient(self, batch: Batch, record: bool) -> tuple[Gradient, dict[str, float]]:
-        """The clipped gradient in `.grad`, and all numbers of it, read in the one wait for the device before the step.
+    def _gradient(self, batch: Batch, record: bool) -> tuple[Gradient, Report]:
+        """The clipped gradient in `.grad`, and all numbers of it.
 
         SAM's is that of a second pass, at parameters moved along the first gradient; the first one moves the buffers.
         """
@@ -319,20 +351,9 @@ class MetaStep:
             norm = total_norm([p.grad for p in self.params if p.grad is not None])
         else:
             norm = torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
-        return gradient, read({**gradient.terms, "grad_norm": norm})
+        return gradient, Report({**gradient.terms, "grad_norm": norm})
 
-    def _prepare(self, batch: Batch) -> dict[str, float]:
-        """What the optimizer computes of the batch before its step (BulkSGD's eigenvectors), and what it tells."""
-        optimizer: Any = self.optimizer
-        if not (hasattr(optimizer, "prepare") and optimizer.prepare(batch.x, batch.y, self.chunk)):
-            return {}
-        return {
-            "bulk_sgd/eigenvalue": optimizer.eigenvalues[0],
-            "bulk_sgd/products": float(optimizer.products),
-            "bulk_sgd/converged": float(optimizer.converged),
-        }
-
-    def _learn(self, hypergradient: list[Tensor]) -> dict[str, float]:
+    def _learn(self, hypergradient: list[Tensor]) -> dict[str, Tensor]:
         """The gamma source's own step, and the outer objective's note of the meta batch. Returns what was found."""
         assert self.meta_optimizer is not None and self.last is not None
         for p, h in zip(self.meta_params, hypergradient):
@@ -346,7 +367,7 @@ class MetaStep:
         self.outer.update(logits, labels)
         confidence, correct = confidences(logits, labels)
         gap = (confidence - correct).mean()
-        return read({"hypergradient_snr": self.signal.add(hypergradient), "meta_gap": gap})
+        return {"hypergradient_snr": self.signal.add(hypergradient), "meta_gap": gap}
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -363,7 +384,8 @@ class MetaStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count, self.skipped = state["count"], state["skipped"]
+        self.count = state["count"]
+        self._ledger.load(state["skipped"])
         self.outer.load_state_dict(state["outer"])
         self.engine.load_state(state["engine"])
         self.inner.details = set(state.get("details", ()))

@@ -78,7 +78,7 @@ class Tangent(Window):
     def drop(self) -> None:
         self.pending = None
 
-    def note(self, gradient: Gradient, norm: float) -> None:
+    def note(self, gradient: Gradient, norm: float | Tensor) -> None:
         """g_j of the coming step. norm: of the gradient before clipping."""
         params = self.inner.network.params
         clipped = clipped_gradients(self.optimizer, params, norm, self.clip_norm)

@@ -172,7 +172,7 @@ class Unroller:
         if self.window is not None:
             self.window.steps.pop()
 
-    def note(self, gradient: Gradient, norm: float) -> None:
+    def note(self, gradient: Gradient, norm: float | Tensor) -> None:
         """Nothing is read of the step itself."""
 
     def state_dict(self) -> dict[str, Any] | None:

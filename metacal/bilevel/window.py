@@ -44,7 +44,7 @@ def hypergradient_of(
 
 
 def clipped_gradients(
-    optimizer: Optimizer, params: Sequence[Tensor], norm: float, max_norm: float | None
+    optimizer: Optimizer, params: Sequence[Tensor], norm: float | Tensor, max_norm: float | None
 ) -> Cotangents | None:
     """The gradients in `.grad`, where clipping has shortened them from `norm`; they outlive the optimizer's step."""
     if max_norm is None or not clips(norm, max_norm):
@@ -81,7 +81,7 @@ class Window:
         """dM/dφ for u = ∇_{θ'} M. May use u's memory."""
         raise NotImplementedError
 
-    def through_clip(self, clipped: Cotangents | None, norm: float, v: Cotangents) -> Cotangents:
+    def through_clip(self, clipped: Cotangents | None, norm: float | Tensor, v: Cotangents) -> Cotangents:
         """∂(clipped g)/∂g v, which is symmetric; clipped: the gradient after clipping, None where it was not."""
         if clipped is None or self.clip_norm is None:
             return v
@@ -142,7 +142,7 @@ class OneStep(Window):
         assert self._gradient is not None
         return self._gradient
 
-    def note(self, gradient: Gradient, norm: float) -> None:
+    def note(self, gradient: Gradient, norm: float | Tensor) -> None:
         """Keep what the coming step reads. norm: of the gradient before clipping."""
         self._gradient, self._norm = gradient, norm
         self._clipped = clipped_gradients(self.optimizer, self.inner.network.params, norm, self.clip_norm)
@@ -151,7 +151,7 @@ class OneStep(Window):
     def sweep(self, u: Cotangents, meta_params: Sequence[Tensor]) -> list[Tensor]:
         gradient, back = self.last, self._back
         assert back is not None
-        v, factor = back(u)
+        v, factor = back(u)  # a number, unless clipping makes it one on the device
         if self._clipped is not None and self.clip_norm is not None:
             factor *= transposed_clip(self._clipped, self._norm, self.clip_norm, v)
         jv = torch.cat([run.jv(v) for run in gradient.runs]) * factor

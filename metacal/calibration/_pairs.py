@@ -102,18 +102,21 @@ def sece_rule(bandwidth: float, self_term: bool, norm: str) -> Rule:
 
     def rule(c: Tensor, a: Tensor, bank_c: Tensor, bank_a: Tensor) -> tuple[Tensor, Tensor]:
         n, m = len(c), len(c) + len(bank_c)
-        if not torch.isfinite(c).all():  # which has no order to look anything up in
+        on_cpu = c.device.type == "cpu"  # elsewhere nothing is looked at, which would be waited for
+        finite = torch.isfinite(c).all()  # else there is no order to look anything up in
+        if on_cpu and not finite:
             return c.sum() * math.nan, c * math.nan
         if m == 1 and not self_term:
             return c.new_zeros(()), torch.zeros_like(c)
         order = torch.cat([c, bank_c]).argsort(stable=True)
         r, b = torch.cat([c, bank_c])[order], torch.cat([a, bank_a])[order]
-        places = (order < n).nonzero().squeeze(1)  # where the samples stand among the references
+        places = torch.empty_like(order).index_copy_(0, order, torch.arange(m, device=c.device))[:n]
+        places = places.sort().values  # where the samples stand among the references
         x = r[places]
         radius, nearest = _reach(r, places, bandwidth, self_term)
-        rows = 128 if c.device.type == "cpu" else max(128, 2**24 // m)
+        rows = 128 if on_cpu else max(128, 2**24 // m)
         starts = range(0, n, rows)
-        lows, highs = _windows(r, x, radius, rows)
+        lows, highs = _windows(r, x, radius, rows) if on_cpu else ([0] * len(starts), [m] * len(starts))
 
         smooth = torch.empty_like(x)  # ã_i
         slope = torch.empty_like(x)  # its derivative in c_i as the centre
@@ -142,6 +145,8 @@ def sece_rule(bandwidth: float, self_term: bool, norm: str) -> Rule:
             scale = torch.where(value > 0, 1 / (n * value), 0.0)
         gradient = torch.empty_like(c)
         gradient[order[places]] = scale * (felt[places] + s * (slope - 1))
+        if not on_cpu:
+            value, gradient = torch.where(finite, value, math.nan), torch.where(finite, gradient, math.nan)
         return value, gradient
 
     return rule
@@ -208,9 +213,9 @@ def kernel_rule(bandwidth: float, weighted: bool, unbiased: bool) -> Rule:
         square, gradient = (u * total).sum(), 2 * (w * total + u * slope)
         if unbiased:
             return square * (n / (n - 1)), gradient * (n / (n - 1))
-        if not square > 0:  # the kernel is positive definite: only rounding gets here
-            return torch.where(square.isnan(), square, 0.0), torch.zeros_like(c)
-        root = square.sqrt()
-        return root, gradient / (2 * root)
+        positive = square > 0  # the kernel is positive definite: only rounding gets elsewhere
+        root = torch.where(positive, square, 1.0).sqrt()
+        value = torch.where(positive, root, torch.where(square.isnan(), square, 0.0))
+        return value, torch.where(positive, gradient / (2 * root), 0.0)
 
     return rule

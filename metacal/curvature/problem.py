@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from metacal import ranks
+from metacal.autodiff.derivatives import naming_reentrant_checkpoints
 from metacal.curvature.loss import LogitLoss, check_loss, loss_of_rows
 from metacal.errors import InputError, require
-from metacal.network import Network, Streams, check_repeated, coupling_layer, naming_reentrant_checkpoints
+from metacal.network import Network, Streams, check_repeated, coupling_layer
 
 __all__ = ["OtherWay", "Problem", "check_vector"]
 

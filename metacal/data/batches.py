@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from metacal.data.arrays import stacked
 from metacal.data.splits import Split
 from metacal.data.stores import leave_interrupts, one_line
+from metacal.devices import sent
 from metacal.errors import InputError, require
 
 __all__ = ["Batches", "derived_seed", "global_rng"]
@@ -155,8 +156,8 @@ class Batches:
         count = self.steps or in_a_pass
         passes = 1 if count <= in_a_pass else -(-count * self.batch_size // len(samples))
         drawn = [self._pass(samples, generator) for _ in range(passes)]
-        order = torch.cat([positions for positions, _ in drawn]).to(self.split.device)
-        draws = torch.cat([d for _, d in drawn]).to(self.split.device) if self.augment else None
+        order = sent(torch.cat([positions for positions, _ in drawn]), self.split.device)
+        draws = sent(torch.cat([d for _, d in drawn]), self.split.device) if self.augment else None
         for i in range(start, count):
             here = slice(i * self.batch_size, (i + 1) * self.batch_size)
             yield _Plan(order[here], None if draws is None else draws[here], derived_seed(*key, i))

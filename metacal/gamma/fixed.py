@@ -103,7 +103,7 @@ class StepGamma(nn.Module):
     ) -> Tensor:
         value = self.values[sum(epoch >= m for m in self.milestones)]
         device = None if logits is None else logits.device
-        return torch.tensor(value, device=device)
+        return torch.full((), value, device=device)  # filled there: a copy to a GPU would be waited for
 
 
 class FLSD(nn.Module):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metacal.devices import sent
 from metacal.errors import InputError, require
 from metacal.gamma.bounds import cap, settle_, uncap
 from metacal.gamma.options import Around, SourceOptions
@@ -298,7 +299,7 @@ class GammaNet(nn.Module):
             mixed = (self.seed * 0x9E3779B1 + int(self.batches)) % 2**32
             generator = torch.Generator().manual_seed(mixed)
             noise = torch.randn(total or len(features), self.in_features, generator=generator)
-            return noise[start : start + len(features)].to(features.device, dtype)
+            return sent(noise[start : start + len(features)], features.device).to(dtype)
         if self.input == "random":
             if inputs is None:
                 raise InputError("inputs must be given: this GammaNet reads random features of the network's input")

@@ -39,10 +39,10 @@ class GammaMonitor:
     def measure(self, state: State) -> dict[str, float]:
         if state.gamma is None or state.logits is None:
             return {}
-        gamma = state.gamma.detach().float().flatten()
+        gamma = state.gamma.detach().float().flatten().cpu()  # a few numbers: one wait for a GPU instead of ten
         if gamma.numel() == 1:
             return {"gamma/mean": float(gamma)}
-        confidence = state.logits.float().softmax(1).amax(1)
+        confidence = state.logits.float().softmax(1).amax(1).cpu()
         q05, q50, q95 = torch.quantile(gamma, gamma.new_tensor([0.05, 0.5, 0.95])).tolist()
         values = {
             "gamma/mean": float(gamma.mean()),

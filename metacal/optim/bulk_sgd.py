@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from metacal import ranks
 from metacal.curvature.spectrum import top_eigenpairs
@@ -285,15 +286,31 @@ def _project(vectors: Sequence[Tensor | None], tensors: Sequence[Tensor | None])
     if not pairs:
         return
     rows = [v.flatten(1) for v, _ in pairs]
-    # I off rounding where nothing is left out. The pseudo-inverse also serves parts that are dependent.
-    gram = torch.stack([row.double() @ row.double().T for row in rows]).sum(0)
-    rtol = 100 * torch.finfo(rows[0].dtype).eps
-    inverse = torch.linalg.pinv(gram.double().cpu(), hermitian=True, rtol=rtol).to(gram.device)
+    inverse = _inverse_gram([v for v, _ in pairs])
     for _ in range(2):  # once leaves a part of the size of rounding errors of the whole
         along = torch.stack([row @ t.flatten() for row, (_, t) in zip(rows, pairs)]).sum(0)
         along = (inverse @ along.double()).to(along.dtype)
         for row, (_, t) in zip(rows, pairs):
             t.sub_((along @ row).view(t.shape))
+
+
+_INVERSES: Any = WeakTensorKeyDictionary()  # of the first of several parts: all of them, their versions, the inverse
+
+
+def _inverse_gram(parts: list[Tensor]) -> Tensor:
+    """(V Vᵀ)⁺ `(k, k)` of these parts of the vectors, computed once for all steps that they serve.
+
+    I off rounding where nothing is left out; the pseudo-inverse also serves parts that are dependent.
+    """
+    versions = [v._version for v in parts]
+    known = _INVERSES.get(parts[0])
+    if known is not None and known[1] == versions and all(a is b for a, b in zip(known[0], parts[1:])):
+        return known[2]
+    gram = torch.stack([v.flatten(1).double() @ v.flatten(1).double().T for v in parts]).sum(0)
+    rtol = 100 * torch.finfo(parts[0].dtype).eps
+    inverse = torch.linalg.pinv(gram.cpu(), hermitian=True, rtol=rtol).to(gram.device)
+    _INVERSES[parts[0]] = parts[1:], versions, inverse
+    return inverse
 
 
 def _transpose(optimizer: BulkSGD, params: Sequence[Tensor]) -> Callable[[Cotangents], tuple[Cotangents, float]]:

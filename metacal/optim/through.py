@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from metacal.errors import InputError
+from metacal.optim.transpose import steps_taken
 
 __all__ = [
     "THROUGH",
@@ -208,7 +209,7 @@ def adam_through(
     """
     beta1, beta2 = (float(b) for b in group["betas"])
     lr, eps, decay = float(group["lr"]), float(group["eps"]), group["weight_decay"]
-    t = float(after["step"])
+    t = steps_taken(after)
     rate, root2 = lr / (1 - beta1**t), (1 - beta2**t) ** 0.5
     m, n = after["exp_avg"], after["exp_avg_sq"]
     old_m, old_n = before.get("exp_avg"), before.get("exp_avg_sq")

@@ -35,6 +35,7 @@ __all__ = [
     "clips",
     "kept_gradients",
     "sgd_group",
+    "steps_taken",
     "total_norm",
     "transposed_clip",
     "transposed_update",
@@ -172,12 +173,17 @@ def by_groups(
     return apply
 
 
-def clips(total: float, max_norm: float) -> bool:
-    """Whether a gradient of norm `total` is made shorter, so that clipping has a derivative other than 1."""
-    return max_norm / (total + 1e-6) < 1
+def clips(total: float | Tensor, max_norm: float) -> bool:
+    """Whether a gradient of norm `total` is made shorter, so that clipping has a derivative other than 1.
+
+    True too where that is not known, of a norm that is on a device: the derivative is then worked out there.
+    """
+    return isinstance(total, Tensor) or max_norm / (total + 1e-6) < 1
 
 
-def transposed_clip(grads: Cotangents, total: float, max_norm: float, cotangents: Cotangents) -> float:
+def transposed_clip(
+    grads: Cotangents, total: float | Tensor, max_norm: float, cotangents: Cotangents
+) -> float | Tensor:
     """Transpose of `torch.nn.utils.clip_grad_norm_`, in place on the cotangents up to the factor returned.
 
     Clipping is g ↦ c = s g with s = min(1, max_norm / (‖g‖ + 1e-6)). Where s < 1,
@@ -185,25 +191,26 @@ def transposed_clip(grads: Cotangents, total: float, max_norm: float, cotangents
         v = s · (u − ⟨c, u⟩ / (s · max_norm · ‖g‖) · c),
 
     the projection off the gradient, up to the 1e-6; elsewhere v = u.
-    grads: the gradients *after* clipping, c, as the step received them. total: the norm before. Where
-    `clips(total, max_norm)` is false, grads are not read. The norm couples all parameters: one whose cotangent is None
-    gets a v of its own, since its gradient shortens those of the others.
+    grads: the gradients *after* clipping, c, as the step received them. total: the norm before, a number or a 0-d
+    tensor. Where `clips(total, max_norm)` is false, grads are not read. The norm couples all parameters: one whose
+    cotangent is None gets a v of its own, since its gradient shortens those of the others.
     """
     if not clips(total, max_norm):
         return 1.0
     scale = max_norm / (total + 1e-6)
     grads = [c.to_dense() if c is not None and c.layout is torch.sparse_coo else c for c in grads]
     if all(u is None for u in cotangents):
-        return scale
+        return scale.clamp(max=1) if isinstance(scale, Tensor) else scale
     cotangents[:] = [torch.zeros_like(c) if u is None and c is not None else u for c, u in zip(grads, cotangents)]
     pairs = [(c, u) for c, u in zip(grads, cotangents) if c is not None and u is not None]
     clipped, tensors = [c for c, _ in pairs], [u for _, u in pairs]
     inner = torch.stack([torch.dot(c.flatten(), u.flatten()) for c, u in pairs]).sum()
     weight = -inner / (scale * max_norm * total)
-    if weight.device.type == "cpu":
-        torch._foreach_add_(tensors, clipped, alpha=weight.item())
-    else:
+    if isinstance(scale, Tensor):
+        weight = torch.where(scale < 1, weight, 0.0)
         torch._foreach_add_(tensors, torch._foreach_mul(clipped, weight))
+        return scale.clamp(max=1)
+    torch._foreach_add_(tensors, clipped, alpha=weight.item())
     return scale
 
 
@@ -226,6 +233,12 @@ def sgd_group(optimizer: Optimizer, group: dict[str, Any], params: list[Tensor])
                 factor = 1.0 + momentum * factor
         factors.append(rate * factor)
     return GroupTranspose(factors)
+
+
+def steps_taken(state: Mapping[str, Any]) -> Any:
+    """t of Adam's bias corrections, a number; a 0-d float64 tensor where the optimizer counts on a GPU."""
+    t = state["step"]
+    return t.double() if isinstance(t, Tensor) and t.device.type != "cpu" else float(t)
 
 
 def adam_group(
@@ -254,7 +267,7 @@ def adam_group(
         for i, u in zip(which, tensors):
             p = params[i]
             state = optimizer.state[p]
-            t = float(state["step"])
+            t = steps_taken(state)
             rate = sign * lr / (1 - beta1**t)
             root2 = (1 - beta2**t) ** 0.5
             m, n = state["exp_avg"], state["exp_avg_sq"]

@@ -34,6 +34,12 @@ class RobustKL(InputPart):
             model, x, y, self.eps, self.alpha, self.steps, self.norm, self.pixels, logits=logits, units=self.units
         )
 
+    def look(self, x: Tensor) -> None:
+        """Raise `InputError` for inputs outside the pixel box."""
+        if self.units == "pixels" or self.pixels is not None:
+            mean, std = to_inputs(self.pixels, x)
+            _require_in_box(x * std + mean, self.pixels)
+
 
 def robust_kl(
     model: nn.Module,
@@ -62,7 +68,7 @@ def robust_kl(
         units: "pixels", or "inputs" for those of x, whose limits are then those of `pixels`, none where it is None.
         logits: of the plain forward of x, with their graph, if there are any: they spare one forward.
 
-    Raises `InputError` for bad arguments and for inputs outside the pixel box.
+    Raises `InputError` for bad arguments and for inputs outside the pixel box, which are looked for on the CPU alone.
     """
     RobustKL(eps, alpha, steps, norm, pixels=pixels, units=units)
     check_batch("robust_kl", model, x, y, inputs=True)
@@ -113,18 +119,23 @@ def perturbed(
 def _room(pixels: Pixels | None, units: str, start: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """The least and the largest perturbation, in `units`, with which pixels stay in [0, 1]; None for no limits.
 
-    Raises `InputError` for pixels that are outside already.
+    Raises `InputError` for pixels that are outside already, on the CPU.
     """
     if units == "inputs" and pixels is None:
         return None, None
     mean, std = to_inputs(pixels, start)
     pixel = start * std + mean
+    if pixel.device.type == "cpu":  # a look at the values would make a GPU wait
+        _require_in_box(pixel, pixels)
+    # where rounding left a pixel just outside, the perturbation does not take it further
+    lowest, highest = (-pixel).clamp(max=0), (1 - pixel).clamp(min=0)
+    return (lowest, highest) if units == "pixels" else (lowest / std, highest / std)
+
+
+def _require_in_box(pixel: Tensor, pixels: Pixels | None) -> None:
     low, high = torch.stack([pixel.min(), pixel.max()]).tolist()
     require(
         low >= -OUTSIDE and high <= 1 + OUTSIDE,
         f"x must have pixels in [0, 1], they reach from {low:.4g} to {high:.4g}: "
         + ("set pixels=Pixels(mean, std) as the inputs were normalised" if pixels is None else "check pixels"),
     )
-    # where rounding left a pixel just outside, the perturbation does not take it further
-    lowest, highest = (-pixel).clamp(max=0), (1 - pixel).clamp(min=0)
-    return (lowest, highest) if units == "pixels" else (lowest / std, highest / std)

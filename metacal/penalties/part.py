@@ -20,6 +20,8 @@ Penalty = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 One with an attribute `batch` is a mean over the first so many samples of a batch alone.
 One with an attribute `step` draws at random: it is told the number of the step, and draws from that alone. One with an
 attribute `offset` is told which sample of the batch is its first, where a batch is taken in parts.
+One with a method `look` is shown inputs with `look(x)` when training begins, and raises `InputError` for those that it
+cannot work on: a step on a GPU looks at no values.
 One with a true attribute `batchwise` is no mean over samples, and so not the sum of its values on parts of a batch. If
 it is `of_logits` too, a function of the logits and labels, several ranks compute it of the logits of all of them.
 """

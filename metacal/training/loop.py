@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from metacal.bilevel import NonFiniteError
+from metacal.bilevel.reading import Report, read_all
 from metacal.config import Config
 from metacal.config.parts import needs_meta, schedule_of
 from metacal.data import Batches
@@ -109,6 +110,7 @@ class _Training:
         self.notes = OuterNotes(parts.gamma)
         if p.outer:
             self.notes.load_state_dict(p.outer)
+        self.unread: list[tuple[int, Report]] = []  # what steps reported and nobody has looked at, by number
         self.best = best_weights(folder, p)
         self.config_text = "" if folder is None else folder.config.read_text()  # each checkpoint has a copy
         self.meta_stream: Iterator[tuple[Tensor, ...]] | None = None
@@ -135,17 +137,34 @@ class _Training:
         state.step, state.epoch = p.step, p.epoch
         if step.last is not None:
             state.logits, state.gamma = step.last.logits, step.last.gamma
-        for sentence in self.notes.add(values):
-            self.console.line(f"step {p.step}: {sentence}")
-            self.log.text("notes/outer_problem", sentence, p.step)
-        _collect(p, values | {"lr": self.base_lrs[0] * factor, "ms": 1e3 * (time.perf_counter() - began)})
+        self.unread.append(
+            (p.step, values | {"lr": self.base_lrs[0] * factor, "ms": 1e3 * (time.perf_counter() - began)})
+        )
+        if self.parts.device.type == "cpu" or log_due or len(self.unread) >= UNREAD:
+            self._take_in()
         if log_due:
             _log_means(p, step.skipped, self.watch, self.log)
         with _naming_the_step(p, self.folder, "measuring"):
-            if self.running is not None and step.last is not None and "skipped" not in values:
-                self.running.add(step.last.logits, step.last.labels, step.last.gamma)
+            if self.running is not None and step.last is not None:
+                self.running.add(step.last.logits, step.last.labels, step.last.gamma, values.raw.get("skipped", 0.0))
             self.log.scalars(self.watch.measure(state, validation=False), p.step, p.epoch)
         self.console.step(p.step)
+
+    def _take_in(self) -> None:
+        """Look at what the steps have reported, with one wait for the device: notes on it, and sums for the log."""
+        read_all(report for _, report in self.unread)
+        for number, report in self.unread:
+            for sentence in self.notes.add(report):
+                self.console.line(f"step {number}: {sentence}")
+                self.log.text("notes/outer_problem", sentence, number)
+            _collect(self.p, report)
+        self.unread = []
+
+    def _conclude(self) -> None:
+        """Wait until the last step is known to have gone well, and look at all that was reported."""
+        with _naming_the_step(self.p, self.folder, "the training step"):
+            self.parts.step.conclude()
+        self._take_in()
 
     def _meta_batch(self) -> tuple[Tensor, ...]:
         """The next one, if the coming step has an outer part."""
@@ -174,6 +193,7 @@ class _Training:
 
     def save(self) -> None:
         p, self.owed = self.p, False
+        self._conclude()
         p.seconds = time.perf_counter() - self.started
         p.running = {} if self.running is None else self.running.state_dict()
         p.outer = self.notes.state_dict()
@@ -185,6 +205,7 @@ class _Training:
     def end_epoch(self, after_validation: Callable[[dict[str, float]], bool] | None) -> None:
         """Update what learns once an epoch, validate and save, each where it is due."""
         p, parts, config, folder = self.p, self.parts, self.config, self.folder
+        self._conclude()
         if parts.held_out is not None and parts.gamma is not None:
             parts.gamma.update(predict(parts.backbone, parts.held_out.epoch(p.epoch)))  # type: ignore[operator]
         p.epoch, p.batch, p.outer_in_epoch = p.epoch + 1, 0, 0
@@ -235,6 +256,8 @@ def _naming_the_step(p: Progress, folder: RunFolder | None, what: str) -> Iterat
     try:
         yield
     except NonFiniteError as error:
+        late = p.step - error.step  # on a GPU it is known one step later, within the epoch
+        where = f"at step {error.step + 1} (epoch {p.epoch + 1}, batch {p.batch + 1 - late})"
         raise RunError(
             f"non-finite {error.quantity} ({error.value}) {where}; {kept(folder)}; lower optimizer.lr, "
             "set optimizer.clip_norm, or leave such steps out with nonfinite=skip"
@@ -245,6 +268,9 @@ def _naming_the_step(p: Progress, folder: RunFolder | None, what: str) -> Iterat
         unfit = what != "the training step" and str(error).startswith("logits")
         hint = "; lower optimizer.lr" if unfit else ""
         raise RunError(f"{what} {where} failed: {error}; {kept(folder)}{hint}") from None
+
+
+UNREAD = 1000  # reports of steps that may wait on the device for the next line of the log
 
 
 # What `MetaStep.step` and the loop report of a step, under its name in the log; names with a slash keep theirs.

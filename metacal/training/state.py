@@ -55,7 +55,8 @@ def require_finite_weights(module: nn.Module, step: int, folder: RunFolder | Non
     Raises:
         RunError: saying what is left.
     """
-    if not all(bool(torch.isfinite(p).all()) for p in module.parameters()):
+    finite = [torch.isfinite(p).all() for p in module.parameters()]
+    if not torch.stack(finite).all():
         raise RunError(f"the weights are not finite after step {step}; {kept(folder)}; lower optimizer.lr")
 
 

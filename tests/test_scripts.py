@@ -1,10 +1,11 @@
-"""scripts/setup.sh with an interpreter that writes down what it is asked to do."""
+"""Scripts: setup.sh with an interpreter that writes down what it is asked to do; benchmarks, that they run."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,17 @@ def test_a_machine_without_gpu_gets_the_cpu_build_or_hears_why_not(tmp_path: Pat
     assert set_up(LACKS_TORCH="0")[1] == installs[1:], "PyTorch is there already"
     (tmp_path / ".venv" / ".metacal-train").unlink()
     assert set_up(PIP_ARGS="--no-index")[1] == [f"-m pip install -qq --no-index -e {tmp_path}[train]"]
+
+
+def test_the_benchmark_of_a_device_runs_on_a_cpu() -> None:
+    script = ROOT / "scripts" / "benchmarks" / "device.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--small"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    _, _, *rows = done.stdout.splitlines()
+    assert [row.split(" | ")[2] for row in rows[-4:]] == [
+        "eager plain",
+        "eager gamma_net",
+        "eager metacal",
+        "eager calmo",
+    ]
+    assert all(float(row.split(" | ")[4]) > 0 for row in rows if "higher" not in row)

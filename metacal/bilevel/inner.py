@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -274,10 +274,13 @@ class Inner:
                 if value.requires_grad:
                     torch.autograd.grad(value, self.network.params, allow_unused=True)
 
+    def autocasting(self, x: Tensor) -> AbstractContextManager[Any]:
+        """Mixed precision on the device of x, if asked for."""
+        return torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext()
+
     def _forward(self, x: Tensor, forward: Callable[[Tensor], Any]) -> tuple[Any, _Layer]:
         """`forward(x)`, in mixed precision if asked for, and the layer that the gamma source looks at."""
-        mixed = torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext()
-        with mixed, _Layer(self.network.model, getattr(self.source, "layer", None)) as layer:
+        with self.autocasting(x), _Layer(self.network.model, getattr(self.source, "layer", None)) as layer:
             return forward(x), layer
 
     @torch.no_grad()

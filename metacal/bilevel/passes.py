@@ -35,10 +35,12 @@ __all__ = ["Again", "Engine", "Forward", "Pass", "Recorded", "Reverse", "added",
 class Engine:
     """Makes passes of one network. `old` is the memory for copies of θ, kept from step to step.
 
+    outer_autocast: passes in mixed precision are good enough for J v, whose products are then in it too.
     unproven: where checks of repeated passes go for whoever reads them later; None: they are made at once.
     """
 
     unproven: list[Check] | None = None
+    outer_autocast = False
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -172,7 +174,8 @@ class _Taped(Recorded):
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         self.tape: Tape | None = None
-        if not self.engine.reuse or self.mixed or self.network.trained is not self.network.model:
+        too_coarse = self.mixed and not self.engine.outer_autocast
+        if not self.engine.reuse or too_coarse or self.network.trained is not self.network.model:
             return self.network(self.x)
         with Tape(self.network.params) as tape:
             logits, features = self.network(self.x)

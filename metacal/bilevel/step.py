@@ -52,6 +52,7 @@ class MetaStep:
             `{name: metacal.objective.Term}`.
         clip_norm: limit on the norm of the whole gradient.
         autocast: dtype of the training forward, e.g. torch.bfloat16; the outer part keeps the parameters' precision.
+        outer_autocast: the meta forward and the J v of engine "forward" have it too; gradients and sums do not.
         every: the outer part belongs to every so many-th step; other steps ignore their meta batch.
         nonfinite: "raise" `NonFiniteError` before the optimizer has changed anything, or "skip" the step and count it
             in `skipped`. A non-finite outer loss or hypergradient shows only after the backbone's step, which stays
@@ -88,6 +89,7 @@ class MetaStep:
         penalties: Mapping[str, float | tuple[Penalty, float] | Term] | None = None,
         clip_norm: float | None = None,
         autocast: torch.dtype | None = None,
+        outer_autocast: bool = False,
         every: int = 1,
         nonfinite: str = "raise",
         engine_options: Mapping[str, Any] | None = None,
@@ -119,6 +121,7 @@ class MetaStep:
             self.meta_params,
         )  # fmt: skip
         self.engine = self.window.engine
+        self.engine.outer_autocast = outer_autocast and autocast is not None
         self.epoch: float = 0
         self.count = 0
         self.signal = Signal()

@@ -13,6 +13,7 @@ A window keeps of each training step what its derivative needs, and then carries
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ class Window:
         """
         network = self.inner.network
         # a stream of its own, seeded only where the model draws at all
-        with Streams.aside(x_meta.device, seeded=self.last.runs[0].streams.moved()):
+        mixed = self.inner.autocasting(x_meta) if self.engine.outer_autocast else nullcontext()
+        with mixed, Streams.aside(x_meta.device, seeded=self.last.runs[0].streams.moved()):
             z = full(network.aside(x_meta)[0])
         check_labels(y_meta, z, "y_meta")
         counts = ranks.rows(len(z)).counts

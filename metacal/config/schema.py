@@ -56,8 +56,13 @@ class Config:
     overwrite: bool = option(False, "start over where a run exists")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: the first GPU if there is one")
     threads: int | None = option(None, "of PyTorch; null: its own choice", low=1)
-    precision: str = option("float32", "of the training forward", choices=("float32", "bf16"))
-    compile: bool = option(False, "compile the backbone for its plain steps")
+    precision: str = option(
+        "float32",
+        "of the training forward, and bf16_outer: of the outer passes too",
+        choices=("float32", "bf16", "bf16_outer"),
+    )
+    compile: bool = option(False, "compile the backbone's training forward; the outer part repeats it uncompiled")
+    memory_format: str = option("contiguous", "of the weights of convolutions", choices=("contiguous", "channels_last"))
     nonfinite: str = option("raise", "what a step with a non-finite number does", choices=("raise", "skip"))
     checkpoint_every: float = option(1.0, "epochs; a fraction saves within an epoch", above=0)
     keep_every: int = option(

@@ -170,6 +170,8 @@ def build_parts(
         InputError: for parts that do not go together, such as a learned gamma without a meta split.
     """
     device = next(backbone.parameters()).device
+    if config.memory_format == "channels_last":
+        backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     require(
         not needs_meta(config) or meta is not None, f"method {config.method} sets its gammas by a meta split, got none"
     )
@@ -225,7 +227,8 @@ def _meta_step(
         loss=loss_of(config),
         penalties=build_terms(config, pixels),
         clip_norm=config.optimizer.clip_norm,
-        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        autocast=None if config.precision == "float32" else torch.bfloat16,
+        outer_autocast=config.precision == "bf16_outer",
         every=config.meta.every,
         nonfinite=config.nonfinite,
         chunk=config.data.batch_size if optimizer_of(config).whole_set else None,

@@ -109,6 +109,18 @@ def test_each_optimizer_trains_and_resumes_bit_for_bit(optimizer: str) -> None:
     assert_same(whole, run(words, stop_after=4))
 
 
+def test_channels_last_and_mixed_outer_passes_train_alike() -> None:
+    small = [word for word in SMALL if not word.startswith("model.")]
+    words = [*small, "method=gamma_net", "model=cnn", "model.width=4", "epochs=1", "optimizer.lr=0.01"]
+    plain, laid_out, mixed = (
+        run([*words, *more]) for more in ([], ["memory_format=channels_last"], ["precision=bf16_outer"])
+    )
+    for p, q, r in zip(plain.backbone.parameters(), laid_out.backbone.parameters(), mixed.backbone.parameters()):
+        assert q.dim() < 4 or q.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+        assert p.dtype == r.dtype and 0 <= (p - r).norm() <= 0.1 * p.norm()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_trains_and_resumes_bit_for_bit(method: str) -> None:
     words = [*SMALL, f"method={method}"]

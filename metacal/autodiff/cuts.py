@@ -13,7 +13,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from metacal.autodiff.exposed import opened
 from metacal.autodiff.jets import tensors
 
-__all__ = ["Cuts"]
+__all__ = ["Cuts", "altering"]
+
+_REGISTERING: dict[Any, str] = {
+    Tensor.register_hook: "registers a hook on the gradient of a value",
+    Tensor.register_post_accumulate_grad_hook: "registers a hook on the gradient of a parameter",
+    # also where torch itself attaches the backward hooks of modules
+    Tensor.grad_fn.__get__: "reads the graph of a value (grad_fn), where hooks on gradients are registered",  # type: ignore[attr-defined]
+}
+_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch >= 2.8
+
+
+def altering(func: Any) -> str | None:
+    """How a call of `func` may change gradients and no value, in words that follow "model"; None: in no way.
+
+    Saved tensors that torch's own hooks store (checkpoints, memory of the CPU) come back as they were.
+    """
+    if (how := _REGISTERING.get(func)) is not None:
+        return how
+    hooks = None if _saved_tensors_hooks is None else _saved_tensors_hooks(True)
+    if hooks is None or str(getattr(hooks[0], "__module__", "")).startswith("torch."):
+        return None
+    return "stores what its backward pass needs in a form of its own (saved_tensors_hooks)"
+
 
 _SHAPE_ONLY = {
     torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
@@ -24,14 +46,14 @@ _SHAPE_ONLY = {
 class Cuts(TorchFunctionMode):
     """Inside `with Cuts() as cuts: z = model(x)`, follows what `detach`, `.data` and `no_grad` made of values with a
     graph, within functions of torch.nn.functional too; `cuts.reach(z)` says whether z was computed from any of it, and
-    `cuts.hooked` whether a value was given a hook on its gradient.
+    `cuts.altered` how it may change gradients (`altering`), or None.
 
     A backward pass takes such values as constants and runs such hooks, a difference of two forward passes does not.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.hooked = False
+        self.altered: str | None = None
         self._cut: Any = WeakTensorKeyDictionary()  # whether it had a graph when it was made
         self._open: list[Any] = []  # functions whose parts are being followed: one that calls itself has no parts
 
@@ -43,9 +65,8 @@ class Cuts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.register_hook:
-            self.hooked = True
-        elif func not in self._open and (parts := opened(func)) is not None:
+        self.altered = self.altered or altering(func)
+        if func not in _REGISTERING and func not in self._open and (parts := opened(func)) is not None:
             self._open.append(func)
             try:
                 with self:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from metacal.autodiff.cuts import altering
 from metacal.autodiff.exposed import EXPOSED, opened
 from metacal.autodiff.jets import Jet, Operand, Push, Run, like, tensors
 from metacal.autodiff.plain import NORMS
@@ -110,6 +111,8 @@ class Tape(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.failure is None and (how := altering(func)) is not None:
+            self.failure = f"a hook may change the gradient: the model {how}"
         if self.failure is not None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         form = self._forms.get(func) or (None if func in RULES else opened(func))
@@ -120,9 +123,7 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)
         if form is None:
             return self._called(func, args, kwargs, given)
-        if func is Tensor.register_hook:
-            self.failure = "a hook may change the gradient of a tensor, which its derivative cannot tell"
-        if func is Tensor.register_hook or func in self._open:
+        if func in self._open:
             return self._called_without_rule(func, args, kwargs)
         self._open.append(func)
         try:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from metacal.bilevel.engines import ENGINES
 from metacal.bilevel.horizon import Horizon
 from metacal.bilevel.inner import Inner
+from metacal.bilevel.passes import check_unhooked
 from metacal.bilevel.tangent import TANGENT, Tangent
 from metacal.bilevel.unrolled import HIGHER, Unroller, check_unrollable
 from metacal.bilevel.window import OneStep
@@ -66,12 +67,8 @@ def check_parameters(
     require(bool(network.params), "backbone must have a parameter that requires a gradient, it has none")
     for name, p in zip(network.names, network.params):
         require(p.is_floating_point(), f"backbone must have real parameters, {name} is {p.dtype}: hold its two parts")
-        hooked = p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-        require(
-            meta_optimizer is None or not hooked,
-            f"backbone parameter {name} has a gradient hook, which the outer problem cannot differentiate: remove "
-            "it, or change the loss instead of its gradient",
-        )
+    if meta_optimizer is not None:
+        check_unhooked(network.names, network.params)
     ours = {id(p) for p in network.params}
     require(
         all(id(p) in ours for group in optimizer.param_groups for p in group["params"] if p.requires_grad),

@@ -128,9 +128,8 @@ class _Compared(Recorded):
             "cannot leave out: use engine 'forward'",
         )
         require(
-            not cuts.hooked,
-            "model registers a hook on the gradient of a value, which a difference of logits cannot see: use engine "
-            "'forward'",
+            cuts.altered is None,
+            f"model {cuts.altered}, which a difference of logits cannot see: use engine 'forward'",
         )
         self.check(self.graph)
         return self.graph.detach() if coarse else self.logits

@@ -130,7 +130,8 @@ class Inner:
 
     def _of_labels(self, logits: Tensor, labels: Tensor, *more: Tensor) -> Tensor:
         """ℓ of each sample, times the weight of its class."""
-        values = self.loss(logits, labels, *more)
+        # a view: a hook that the loss registers on it is the loss's own, here and where the outer part calls it again
+        values = self.loss(logits.view_as(logits), labels, *more)
         return values if self.class_weight is None else values * self.class_weight[labels].to(values.dtype)
 
     def gamma(
@@ -197,7 +198,13 @@ class Inner:
             if report is not None and name in report.details and loss.is_cuda:
                 torch.cuda.synchronize(loss.device)
             began = time.perf_counter()
+            hooks = _hooks(logits, features)
             value, share = penalty_on(term.penalty, batch, model, logits, features)
+            require(
+                _hooks(logits, features) == hooks,
+                f"penalties[{name!r}] registers a hook on the logits or features that it is given, which would change "
+                "the gradient of the loss: register it on a view of its own (view_as)",
+            )
             if share == batch.share:
                 total = total + weight * value
             else:
@@ -334,6 +341,11 @@ def check_labels(y: Tensor, logits: Tensor, name: str = "y") -> None:
             raise InputError(
                 f"{name} must hold labels in 0..{k - 1}, one for each logit, {name}[{row}] is {int(y[row])}"
             )
+
+
+def _hooks(*tensors: Tensor | None) -> int:
+    """How many hooks on their gradients tensors have."""
+    return sum(len(t._backward_hooks or ()) for t in tensors if t is not None)
 
 
 def _check_divisible(model: nn.Module, batch: Batch, chunk: int | None) -> None:

@@ -29,7 +29,7 @@ from metacal.errors import InputError, require
 from metacal.network import ModuleState, Network, Streams, on_copies, repeats
 from metacal.optim.transpose import Cotangents
 
-__all__ = ["Again", "Engine", "Forward", "Pass", "Recorded", "Reverse", "added", "double_vjp"]
+__all__ = ["Again", "Engine", "Forward", "Pass", "Recorded", "Reverse", "added", "check_unhooked", "double_vjp"]
 
 
 class Engine:
@@ -96,6 +96,8 @@ class Recorded(Pass):
         self.state = ModuleState(engine.network.model)
         self.streams = Streams(x.device)
         super().__init__(engine, x)
+        names = self.network.names
+        check_unhooked(names * (len(engine.leaves()) // len(names)), engine.leaves())
 
     def jv(self, v: Cotangents) -> Tensor:
         """J v at the θ that was held, `(N, K)`; None in v is zero."""
@@ -129,6 +131,16 @@ class Recorded(Pass):
             self.engine.unproven.append(check)
         elif not check[0]:
             raise check[1]()
+
+
+def check_unhooked(names: Sequence[str], params: Sequence[Tensor]) -> None:
+    """Raise `InputError` for a parameter whose gradient goes through a hook, maybe registered in the forward."""
+    for name, p in zip(names, params):
+        require(
+            not (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)),
+            f"backbone parameter {name} has a gradient hook, which no engine can differentiate: remove it, or change "
+            "the loss instead of its gradient",
+        )
 
 
 def double_vjp(z: Tensor, params: Sequence[Tensor], v: Cotangents) -> Tensor:
@@ -221,7 +233,9 @@ class _Doubled(Recorded):
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
         with self.network.holding(self.engine.old):
-            return self.network.plainly(self.x)
+            self.output, features = self.network.plainly(self.x)
+        # a cotangent that is taken at the output itself has been through the output's hooks
+        return self.output.view_as(self.output) if self.output._backward_hooks else self.output, features
 
     def backward(self, loss: Tensor, penalised: bool = False) -> None:
         with self.network.holding(self.engine.old):
@@ -238,7 +252,8 @@ class _Doubled(Recorded):
             total = [added(a, b) for a, b in zip(both[: len(old)], both[len(old) :])]
         self.cotangent = cotangent.detach().requires_grad_()
         with _naming_what_lacks():
-            self.grads = recorded_gradient(logits, old, self.cotangent)
+            self.grads = recorded_gradient(self.output, old, self.cotangent)
+        del self.output
         for p, grad, whole in zip(params, self.grads, total):
             p.grad = whole if penalised else None if grad is None else grad.detach().clone()
 

@@ -15,15 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference import curvature as dense
 from reference.whole_step import Setting, State, differences, double_backward, entries, same_entries, taken
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from metacal.bilevel import MetaStep
 from metacal.calibration.surrogates import nll
+from metacal.curvature import Curvature
 from metacal.errors import InputError
 from metacal.gamma import GammaNet
+from metacal.losses import focal
 from metacal.models.backbone import Backbone
 from metacal.optim import SAM, BulkSGD, Muon, muon_groups
 
@@ -120,6 +124,75 @@ class GradientHook(Net):
         if h.requires_grad:
             h.register_hook(lambda cotangent: 1.1 * cotangent)
         return h
+
+
+class HookedOutput(Net):
+    """A hook on the gradient of the logits themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        if z.requires_grad:
+            z.register_hook(lambda cotangent: 1.1 * cotangent)
+        return z
+
+
+class NodeHooked(Net):
+    """Values whose graph has a hook, by each way there is; `register` is given tanh's result."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        h = torch.tanh(self.b(h))
+        if h.requires_grad:
+            self.register(h)
+        return h
+
+    def register(self, h: Tensor) -> None:
+        h.grad_fn.register_prehook(lambda cotangents: (1.015 * cotangents[0],))
+
+
+class NodeHookedAfter(NodeHooked):
+    def register(self, h: Tensor) -> None:
+        get_gradient_edge(h).node.register_hook(lambda gradients, cotangents: (1.015 * gradients[0],))
+
+
+class HookedWithoutGradients(NodeHooked):
+    def register(self, h: Tensor) -> None:
+        with torch.no_grad():
+            h.register_hook(lambda cotangent: 1.015 * cotangent)
+
+
+class HookedTogether(NodeHooked):
+    def register(self, h: Tensor) -> None:
+        register_multi_grad_hook((h,), lambda cotangents: None)
+
+
+class HookedModule(Net):
+    """By PyTorch's older way, a hook on the node of the module's result."""
+
+    register = "register_backward_hook"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tanh = nn.Tanh()
+        getattr(self.tanh, self.register)(lambda module, *gradients: (1.015 * gradients[0][0],))
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.tanh(self.b(h))
+
+
+class HookedModuleFully(HookedModule):
+    register = "register_full_backward_hook"
+
+
+class HookedModuleBefore(HookedModule):
+    register = "register_full_backward_pre_hook"
+
+
+class StoredCoarsely(Net):
+    """What the backward pass needs is rounded."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda t: (8 * t.detach()).round() / 8, lambda t: t):
+            return torch.tanh(self.b(h))
 
 
 class PythonsRandom(Net):
@@ -351,13 +424,18 @@ CASES: dict[str, type[Net]] = {
     cls.__name__: cls
     for cls in (
         Constants, TensorConstants, InPlaceInput, NoGradStatistics, DetachedStatistics, StraightThrough,
-        StraightThroughFunction, HardGumbel, GradientHook, PythonsRandom, NumpysRandom, OwnGenerator, Counts,
+        StraightThroughFunction, HardGumbel, GradientHook, HookedOutput, NodeHooked, NodeHookedAfter,
+        HookedWithoutGradients, HookedTogether, HookedModule, HookedModuleFully, HookedModuleBefore, StoredCoarsely,
+        PythonsRandom, NumpysRandom, OwnGenerator, Counts,
         ReassignedBuffers, InPlaceBuffers, PlainState, PlainStateInPlace, Profiled, Checkpointed, Reentrant, Cube,
         CubeBackward, CubeOnce, Complex, Embedded, SparseEmbedded, Bag, FrozenLayers, WritesItself, Hooked,
     )
 }  # fmt: skip
 
 NO_SECOND_DERIVATIVE = ("Reentrant", "CubeOnce", "SparseEmbedded", "Bag")
+
+ALTERED = ("StoredCoarsely", *(name for name, case in CASES.items() if "Hook" in name and case is not Hooked))
+"""What the backward pass gives is changed on its way, and no value is."""
 
 MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
     # the pass cannot be had a second time
@@ -370,7 +448,7 @@ MAY_BE_REFUSED: dict[str, tuple[str, ...]] = {
     "StraightThrough": ("difference",),
     "StraightThroughFunction": ("forward", "difference"),
     "HardGumbel": ("difference",),
-    "GradientHook": ("difference",),
+    **dict.fromkeys(ALTERED, ("difference",)),
     "ReassignedBuffers": ("difference",),
     "InPlaceBuffers": ("difference",),
     "PlainState": ("difference",),
@@ -475,6 +553,58 @@ def test_the_step_is_one_training_pass_or_none(case: str, engine: str) -> None:
         assert trained.changes(State(setting.net), tolerance=1e-12) == []
         moved = phi - torch.cat([p.detach().flatten() for p in setting.phi])
         assert error(moved, truth) < max(tolerance(case, engine), 1e-7)  # of a difference of parameters
+
+
+@pytest.mark.parametrize("case", ALTERED)
+def test_curvature_is_that_of_the_altered_backward_pass(case: str) -> None:
+    """G v and H v as double backward has them."""
+    setting = build(case)
+    net = setting.net.net
+    v = [torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).double() for p in setting.params]
+    with Curvature(net, setting.x, setting.y) as c:
+        products = c.gn(v), c.hessian(v)
+    for product, matrix in zip(products, (dense.ggn(net, setting.x), dense.hessian(net, setting.x, setting.y))):
+        assert error(dense.flat(product), matrix @ dense.flat(v)) < 1e-8
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hooks_on_parameters_and_of_losses_and_penalties(engine: str) -> None:
+    """A parameter's is refused, also where the forward makes it; a loss's own counts as often as the loss is taken."""
+
+    class Accumulating(Net):
+        def middle(self, h: Tensor) -> Tensor:
+            if self.b.weight.requires_grad:
+                self.b.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1.015))
+            return super().middle(h)
+
+    def hooked(logits: Tensor, labels: Tensor, gamma: Tensor) -> Tensor:
+        if logits.requires_grad:
+            logits.register_hook(lambda cotangent: 1.2 * cotangent)
+            logits.grad_fn.register_prehook(lambda cotangents: (1.1 * cotangents[0],))
+        return focal(logits, labels, gamma)
+
+    def made(loss: Callable[..., Tensor] = focal, **keys: Any) -> tuple[Setting, MetaStep]:
+        setting = build("Hooked")
+        learned = SGD(setting.source.parameters(), lr=1.0)
+        options = {"engine_options": {"relative": 1e-6}} if engine == "difference" else {}
+        return setting, MetaStep(
+            setting.net, setting.optimizer, setting.source, learned, "nll", engine, loss=loss, **keys, **options
+        )
+
+    twice = hypergradient(*made(lambda *args: 1.32 * focal(*args))[::-1])
+    assert error(hypergradient(*made(hooked)[::-1]), twice) < (1e-4 if engine == "difference" else 1e-9)
+
+    def watching(model: nn.Module, x: Tensor, y: Tensor, logits: Tensor, features: Tensor) -> Tensor:
+        features.register_hook(lambda cotangent: 2 * cotangent)
+        return features.square().mean()
+
+    setting, meta = made(penalties={"mine": (watching, 0.1)})
+    with pytest.raises(InputError, match=r"penalties\['mine'\] registers a hook"):
+        hypergradient(meta, setting)
+    setting, meta = made()
+    setting.net.net.__class__ = Accumulating
+    with pytest.raises(InputError, match=r"parameter net.b.weight has a gradient hook, which no engine"):
+        hypergradient(meta, setting)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

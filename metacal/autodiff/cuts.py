@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from metacal.autodiff.exposed import opened
 from metacal.autodiff.jets import tensors
 
-__all__ = ["Cuts", "altering"]
+__all__ = ["Alterations", "Cuts"]
 
 _REGISTERING: dict[Any, str] = {
     Tensor.register_hook: "registers a hook on the gradient of a value",
@@ -24,17 +24,34 @@ _REGISTERING: dict[Any, str] = {
 _saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch >= 2.8
 
 
-def altering(func: Any) -> str | None:
-    """How a call of `func` may change gradients and no value, in words that follow "model"; None: in no way.
+class Alterations:
+    """What of the calls of a forward pass changes gradients and no value.
 
-    Saved tensors that torch's own hooks store (checkpoints, memory of the CPU) come back as they were.
+    Attributes: `how`, in words that follow "model"; None: nothing that was seen.
     """
-    if (how := _REGISTERING.get(func)) is not None:
-        return how
-    hooks = None if _saved_tensors_hooks is None else _saved_tensors_hooks(True)
-    if hooks is None or str(getattr(hooks[0], "__module__", "")).startswith("torch."):
+
+    def __init__(self) -> None:
+        self.how: str | None = None
+        self._known: Any = None  # hooks that give back what they store
+
+    def see(self, func: Any, values: Iterable[Any]) -> None:
+        """Note a call of `func` on `values`, or for None what is in force outside of any call."""
+        if self.how is None:
+            self.how = _REGISTERING.get(func) or self._stored(values)
+
+    def _stored(self, values: Iterable[Any]) -> str | None:
+        hooks = None if _saved_tensors_hooks is None else _saved_tensors_hooks(True)
+        if hooks is None or hooks == self._known:
+            return None
+        # torch's own, of checkpoints and of memory of the CPU, give back what they store; so may others
+        if not str(getattr(hooks[0], "__module__", "")).startswith(("torch.", "metacal.")):
+            value = next((t.detach() for t in tensors(values) if t.is_floating_point()), None)
+            if value is None:
+                return None
+            if not torch.equal(value, hooks[1](hooks[0](value))):
+                return "stores what its backward pass needs in a form of its own (saved_tensors_hooks)"
+        self._known = hooks
         return None
-    return "stores what its backward pass needs in a form of its own (saved_tensors_hooks)"
 
 
 _SHAPE_ONLY = {
@@ -46,16 +63,20 @@ _SHAPE_ONLY = {
 class Cuts(TorchFunctionMode):
     """Inside `with Cuts() as cuts: z = model(x)`, follows what `detach`, `.data` and `no_grad` made of values with a
     graph, within functions of torch.nn.functional too; `cuts.reach(z)` says whether z was computed from any of it, and
-    `cuts.altered` how it may change gradients (`altering`), or None.
+    `cuts.altered` how it changes gradients and no value, or None.
 
     A backward pass takes such values as constants and runs such hooks, a difference of two forward passes does not.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.altered: str | None = None
+        self._alterations = Alterations()
         self._cut: Any = WeakTensorKeyDictionary()  # whether it had a graph when it was made
         self._open: list[Any] = []  # functions whose parts are being followed: one that calls itself has no parts
+
+    @property
+    def altered(self) -> str | None:
+        return self._alterations.how
 
     def reach(self, z: Tensor) -> bool:
         # a value made without a graph that has one now came out of an autograd Function, whose derivative is its own
@@ -65,7 +86,7 @@ class Cuts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.altered = self.altered or altering(func)
+        self._alterations.see(func, (*args, *kwargs.values()))
         if func not in _REGISTERING and func not in self._open and (parts := opened(func)) is not None:
             self._open.append(func)
             try:

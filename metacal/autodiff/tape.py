@@ -14,13 +14,15 @@ without a rule here (`RULES`), or whose inputs were overwritten, makes the tape 
 What `no_grad` and `detach` hide from a backward pass stands still here too. A tape that is `spelled_out` has
 normalisations computed by plain arithmetic (`plain`), and runs with graphs up to z₂ too, for one reverse pass:
 third-order derivatives of the network.
+
+`carried` makes a pass whose first derivatives are carried along at once, so that neither tape nor graph keeps a value.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +31,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from metacal.autodiff.cuts import altering
+from metacal.autodiff.cuts import Alterations
 from metacal.autodiff.exposed import EXPOSED, opened
 from metacal.autodiff.jets import Jet, Operand, Push, Run, like, tensors
 from metacal.autodiff.plain import NORMS
 from metacal.autodiff.rules import RULES, needs_old_value
 
-__all__ = ["Tape"]
+__all__ = ["Tape", "carried"]
 
 
 @dataclass(frozen=True)
@@ -77,22 +79,41 @@ class _Step:
     autocast: _Autocast
     last: list[int] = field(default_factory=list)  # slots that no later step reads
 
+    def take(self, run: Run) -> None:
+        """Put the jets of the results into the run."""
+        first, other = self.push(run)
+        for i, result in enumerate(self.results):
+            if result is not None:
+                a, b = (_part(jet, i) for jet in (first, other))
+                run.jets[result.slot] = result.fitted(a), result.fitted(b) if run.second else None
+
 
 class Tape(TorchFunctionMode):
     """Inside `with Tape(params) as tape: z = model(x)`, the pass is noted; `tape.close(z)` ends it.
 
-    fixed: tensors that do not move along with the parameters, even if they require grad.
+    fixed: tensors that do not move along with the parameters, even if they require grad. along: see `carried`.
     """
 
-    def __init__(self, params: Sequence[Tensor], *, fixed: Sequence[Tensor] = (), spelled_out: bool = False) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        fixed: Sequence[Tensor] = (),
+        spelled_out: bool = False,
+        along: Sequence[Tensor | None] | None = None,
+    ) -> None:
         super().__init__()
         self.failure: str | None = None
+        self.overwritten = False  # whether `failure` is that a value was, which a second pass may be spared
+        self._run = None if along is None else Run(along, False, params, None)
+        self._alterations = Alterations()
         self._forms = {**EXPOSED, **NORMS} if spelled_out else EXPOSED
         self._open: list[Any] = []  # functions whose parts are being noted: one that calls itself has no parts
         self._params = list(params)
         self._slots: Any = WeakTensorKeyDictionary()
         self._operands: list[weakref.ref[Operand]] = []
         self._steps: list[_Step] = []
+        self._ends: list[Any] = []
         self._count = 0
         self._end: tuple[_Result, torch.device] | None = None
         for p in params:
@@ -111,8 +132,8 @@ class Tape(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.failure is None and (how := altering(func)) is not None:
-            self.failure = f"a hook may change the gradient: the model {how}"
+        if self.failure is None:
+            self._watch(func, (*args, *kwargs.values()))
         if self.failure is not None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         form = self._forms.get(func) or (None if func in RULES else opened(func))
@@ -131,6 +152,11 @@ class Tape(TorchFunctionMode):
                 return form(*args, **kwargs)
         finally:
             self._open.pop()
+
+    def _watch(self, func: Any, values: Sequence[Any]) -> None:
+        self._alterations.see(func, values)
+        if self._alterations.how is not None:
+            self.failure = f"a hook may change the gradient: the model {self._alterations.how}"
 
     def _called_without_rule(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
@@ -183,7 +209,17 @@ class Tape(TorchFunctionMode):
             _wrapped(args, seen), {k: _wrapped(a, seen) for k, a in kwargs.items()}, _wrapped(out, results)
         )
         known = [_result(o) for o in (results[id(t)] for t in tensors((out,)))]
-        self._steps.append(_Step(push, inputs, known, _Autocast.now(next(tensors((out,))).device.type)))
+        step = _Step(push, inputs, known, _Autocast.now(next(tensors((out,))).device.type))
+        if self._run is None:
+            self._steps.append(step)
+            return
+        with torch.no_grad():
+            step.take(self._run)
+        self._operands = []
+        for o in results.values():
+            if o.slot is not None:  # a jet lives as long as its value
+                jets, slot = self._run.jets, o.slot
+                self._ends.append(weakref.ref(o.tensor, lambda _, jets=jets, slot=slot: jets.pop(slot, None)))
 
     def close(self, z: Tensor) -> Tape:
         """End the recording with the result z, and keep only what z depends on. Call it outside the `with` block."""
@@ -208,6 +244,7 @@ class Tape(TorchFunctionMode):
         operands = (ref() for ref in self._operands)
         if any(o is not None and not o.intact for o in operands):
             self.failure, self._steps = "a value that a derivative needs was overwritten in place", []
+            self.overwritten = True
         self._operands = []
         return self
 
@@ -231,11 +268,7 @@ class Tape(TorchFunctionMode):
                     now = step.autocast
                     if now != _Autocast.now(now.device):
                         contexts.enter_context(now.context())
-                first, other = step.push(run)
-                for i, result in enumerate(step.results):
-                    if result is not None:
-                        a, b = (_part(jet, i) for jet in (first, other))
-                        run.jets[result.slot] = result.fitted(a), result.fitted(b) if second else None
+                step.take(run)
                 for slot in step.last:
                     run.jets.pop(slot, None)
         return run.jets[self._end[0].slot]
@@ -243,12 +276,47 @@ class Tape(TorchFunctionMode):
     def jv(self, v: Sequence[Tensor | None], at: Sequence[Tensor] | None = None) -> Tensor:
         """J v, shaped like z, without a graph. See `run`."""
         with torch.no_grad():
-            first = self.run(v, at=at)[0]
+            return self._filled(self.run(v, at=at)[0])
+
+    def carried_to(self, z: Tensor) -> Tensor:
+        """J v of the result z of a `carried` pass.
+
+        Raises NotImplementedError where an operation has no rule, and for what changes gradients and no value.
+        """
+        assert self._run is not None
+        self.close(z)
+        if self.failure is not None or self._end is None:
+            raise NotImplementedError(self.failure)
+        return self._filled(self._run.jets[self._end[0].slot][0])
+
+    def _filled(self, first: Tensor | None) -> Tensor:
         if first is not None:
             return first
         assert self._end is not None
         result, device = self._end
         return torch.zeros(result.shape, dtype=result.dtype, device=device)
+
+
+@contextmanager
+def carried(params: Sequence[Tensor], v: Sequence[Tensor | None]) -> Iterator[Tape]:
+    """A tape that carries the first derivatives along v with the pass itself: `tape.carried_to(z)` is J v.
+
+    The graph is made for autograd's bookkeeping alone and stores no value, so that nothing of the pass stays in memory.
+
+    Raises NotImplementedError where the pass asks for a gradient itself.
+    """
+    tape = Tape(params, along=v)
+    tape._watch(None, params)  # hooks of the caller, which the ones below hide
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_dropped, _refused), tape:
+        yield tape
+
+
+def _dropped(value: Tensor) -> None:
+    """In place of a value that a backward pass would read."""
+
+
+def _refused(value: None) -> Tensor:
+    raise NotImplementedError("the pass takes a gradient of its own")
 
 
 def _maker(o: Operand) -> str:

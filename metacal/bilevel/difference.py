@@ -15,7 +15,9 @@ from metacal.errors import InputError, require
 from metacal.network import Network
 from metacal.optim.transpose import Cotangents, total_norm
 
-__all__ = ["Difference"]
+__all__ = ["CHECKED", "Difference"]
+
+CHECKED = 64  # so many products at most from one check to the next
 
 
 class Difference(Engine):
@@ -35,16 +37,23 @@ class Difference(Engine):
         require(relative > 0, f"relative must be > 0, got {relative}")
         self.relative, self.central = relative, central
         self.sensitivity: float | Tensor = 0.0  # size of J v over that of v, at the last step
-        self.checked = False
+        self.products = 0  # so far
 
     def record(self, x: Tensor) -> Recorded:
         return _Compared(self, x)
 
-    def state(self) -> float:
-        return float(self.sensitivity)
+    @property
+    def may_refuse(self) -> bool:
+        number = self.products + 1
+        return number % CHECKED == 0 or number & (number - 1) == 0
 
-    def load_state(self, state: float) -> None:
-        self.sensitivity = state
+    def state(self) -> list[float]:
+        return [float(self.sensitivity), self.products]
+
+    def load_state(self, state: float | list[float]) -> None:
+        # a checkpoint of an older version has the sensitivity alone
+        self.sensitivity, products = (state, 0) if isinstance(state, float) else state
+        self.products = int(products)
 
 
 class _Compared(Recorded):
@@ -56,13 +65,31 @@ class _Compared(Recorded):
         pairs = [(p, t) for p, t in zip(engine.old, v) if t is not None]
         self.moved, self.tangents = [p for p, _ in pairs], [t for _, t in pairs]
         self.at: float | Tensor = 0.0
-        if engine.checked and engine.unproven is not None and pairs:
+        if engine.unproven is not None and pairs and not engine.may_refuse:
             return self._jv_on_device(engine.unproven)
         engine.sensitivity = float(engine.sensitivity)
         size = float(total_norm(self.tangents)) if pairs else 0.0
         if size == 0 or not math.isfinite(size):
             return torch.full_like(self.logits, 0.0 if size == 0 else math.nan)
-        start = self._start(self.moved[0].dtype)
+        theta = [p.clone() for p in engine.old] if engine.may_refuse else None
+        start = self._start()
+        product, eps = self._quotient(start, size)
+        if theta is not None:
+            self._verify(product, v, eps, [p.requires_grad_() for p in theta])
+        engine.products += 1
+        if engine.central:
+            product = (product + (start - self._logits_at(-eps)) / eps) / 2
+        if not math.isfinite(engine.sensitivity):
+            engine.sensitivity = 0.0
+        return product
+
+    def _start(self) -> Tensor:
+        """z(θ): that of the training pass, unless it was too coarse to subtract from."""
+        return self.repeated(self.engine.old) if self.logits.dtype != self.moved[0].dtype else self.logits
+
+    def _quotient(self, start: Tensor, size: float) -> tuple[Tensor, float]:
+        """(z(θ + εv) − z(θ)) / ε and its ε. size: of v."""
+        engine = self.engine
         aim = engine.relative * max(float(_rms(start)), 1e-3)
         eps = 1e-3 * float(total_norm(self.moved)) / size
         if engine.sensitivity > 0:
@@ -79,19 +106,14 @@ class _Compared(Recorded):
             not eps * change > 100 * aim,
             _UNREPEATABLE,
         )
-        if not engine.checked:
-            self._verify(product, v, eps)
-        if engine.central:
-            product = (product + (start - self._logits_at(-eps)) / eps) / 2
-        if not math.isfinite(engine.sensitivity):
-            engine.sensitivity = 0.0
-        return product
+        return product, eps
 
     def _jv_on_device(self, unproven: list[Check]) -> Tensor:
         """The same with ε on the device, from the sensitivity of the last step."""
         engine = self.engine
         size = total_norm(self.tangents)
-        start = self._start(self.moved[0].dtype)
+        start = self._start()
+        engine.products += 1
         aim = engine.relative * _rms(start).clamp(min=1e-3)
         last = engine.sensitivity
         known = last if isinstance(last, Tensor) else torch.full_like(size, last)  # 0: nothing is known
@@ -114,27 +136,7 @@ class _Compared(Recorded):
         self.at = eps
         return self.repeated(self.engine.old)
 
-    def _start(self, dtype: torch.dtype) -> Tensor:
-        """z(θ): that of the training pass, unless it was too coarse to subtract from; the first one is repeated."""
-        coarse = self.logits.dtype != dtype
-        if self.engine.checked:
-            return self.repeated(self.engine.old) if coarse else self.logits
-        self.leaves = [p.clone().requires_grad_() for p in self.engine.old]
-        with torch.enable_grad(), Cuts() as cuts:
-            self.graph = self.repeated(self.leaves)
-        require(
-            not cuts.reach(self.graph),
-            "model detaches values that its logits depend on (detach, no_grad or .data), which a difference of logits "
-            "cannot leave out: use engine 'forward'",
-        )
-        require(
-            cuts.altered is None,
-            f"model {cuts.altered}, which a difference of logits cannot see: use engine 'forward'",
-        )
-        self.check(self.graph)
-        return self.graph.detach() if coarse else self.logits
-
-    def _verify(self, product: Tensor, v: Cotangents, eps: float) -> None:
+    def _verify(self, product: Tensor, v: Cotangents, eps: float, theta: list[Tensor]) -> None:
         """⟨w, J v⟩ = ⟨Jᵀw, v⟩, whose right side is a backward pass: autograd Functions may bring their own derivative.
 
         A product that is off by kinks or by the logits' curvature is told from such a function by shorter, central
@@ -143,11 +145,8 @@ class _Compared(Recorded):
         signs = torch.ones_like(product)
         signs.view(-1)[::2] = -1
         w = product + signs * _rms(product)  # not J v itself, to which an error may be orthogonal
-        with self.network.holding(self.leaves):
-            grads = torch.autograd.grad(self.graph, self.leaves, w, allow_unused=True)
-        right = [(g * t).sum() for g, t in zip(grads, v) if g is not None and t is not None]
+        right = [(g * t).sum() for g, t in zip(self._pulled_back(w, theta), v) if g is not None and t is not None]
         pulled_back = torch.stack(right).sum() if right else product.new_zeros(())
-        del self.graph, self.leaves
 
         def agrees(jv: Tensor, tolerance: float) -> bool:
             dots = _over_ranks((w * jv).sum(), pulled_back, w.square().sum(), jv.square().sum())
@@ -164,7 +163,26 @@ class _Compared(Recorded):
             "a difference of the model's logits disagrees with its backward pass (a function whose backward is not "
             "its derivative?): use engine 'forward'",
         )
-        self.engine.checked = True
+
+    def _pulled_back(self, w: Tensor, theta: list[Tensor]) -> Cotangents:
+        """Jᵀw, by the pass made once more with a graph.
+
+        Raises `InputError` where the pass hides something from the logits, or is not what it was.
+        """
+        with torch.enable_grad(), Cuts() as cuts:
+            z = self.repeated(theta)
+        require(
+            not cuts.reach(z),
+            "model detaches values that its logits depend on (detach, no_grad or .data), which a difference of logits "
+            "cannot leave out: use engine 'forward'",
+        )
+        require(
+            cuts.altered is None,
+            f"model {cuts.altered}, which a difference of logits cannot see: use engine 'forward'",
+        )
+        self.check(z)
+        with self.network.holding(theta):
+            return torch.autograd.grad(z, theta, w, allow_unused=True)
 
 
 _UNREPEATABLE = (

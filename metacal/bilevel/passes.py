@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metacal.autodiff.derivatives import jv_by_reverse, recorded_gradient
-from metacal.autodiff.tape import Tape
+from metacal.autodiff.tape import Tape, carried
 from metacal.bilevel.reading import Check
 from metacal.errors import InputError, require
 from metacal.network import ModuleState, Network, Streams, on_copies, repeats
@@ -60,11 +61,14 @@ class Engine:
             self.old = [torch.empty_like(p) for p in self.network.params]
         torch._foreach_copy_(self.old, self.network.params)
 
-    def state(self) -> float:
+    may_refuse = False
+    """Whether the coming product looks closer at the network than others do, and may raise `InputError`."""
+
+    def state(self) -> Any:
         """What goes from step to step, for checkpoints."""
         return 0.0
 
-    def load_state(self, state: float) -> None:
+    def load_state(self, state: Any) -> None:
         """Go on from a `state`."""
 
 
@@ -170,7 +174,8 @@ class Forward(Engine):
     """Derivatives carried along the recorded pass, by a rule for each operation (`metacal.autodiff`). Exact.
 
     Where an operation has no rule, and for passes that were compiled or in mixed precision, the pass is repeated at the
-    old θ and, if that does not help, differentiated twice. reuse: false always repeats, which keeps no activations.
+    old θ with the derivatives carried along at once, which keeps no activations; without a rule it is repeated and
+    differentiated twice. reuse: false always repeats.
     """
 
     def __init__(self, network: Network, reuse: bool = True) -> None:
@@ -195,17 +200,27 @@ class _Taped(Recorded):
         return logits, features
 
     def jv(self, v: Cotangents) -> Tensor:
+        tape = self.tape
         with suppress(NotImplementedError):  # no rule for an operation, or a value that was overwritten
-            if self.tape is not None:
-                return self.tape.jv(v, at=self.engine.old)
+            if tape is not None:
+                return tape.jv(v, at=self.engine.old)
         params = [p.detach().requires_grad_() for p in self.engine.old]
-        with torch.enable_grad(), Tape(params) as tape:
+        with suppress(NotImplementedError):
+            if tape is None or tape.failure is None or tape.overwritten:
+                return self._carried(params, v)
+        with torch.enable_grad():
             z = self.repeated(params)
         self.check(z)
-        with suppress(NotImplementedError):
-            return tape.close(z).jv(v)
         with torch.enable_grad(), self.network.holding(params):  # checkpointed parts run again
             return double_vjp(z, params, v)
+
+    def _carried(self, params: list[Tensor], v: Cotangents) -> Tensor:
+        """The pass repeated, with J v carried along."""
+        with carried(params, v) as tape:
+            z = self.repeated(params)
+        jv = tape.carried_to(z)
+        self.check(z)
+        return jv
 
 
 class Reverse(Engine):

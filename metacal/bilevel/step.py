@@ -185,8 +185,8 @@ class MetaStep:
         Raises `InputError` for input, networks and optimizers that it cannot work on, before anything has moved.
         """
         number, due = self.count, self.due
-        # the first outer part may find something that it cannot differentiate, after the optimizer's step
-        safe = due and x_meta is not None and not self._tried
+        # an outer part may find something that it cannot differentiate, after the optimizer's step
+        safe = due and x_meta is not None and (self.engine.may_refuse or not self._tried)
         before = Snapshot(self.optimizer, self.network.model, self.gamma_net) if safe else None
         self._begin()
         hypergradient, skipped = None, False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -605,6 +606,62 @@ def test_hooks_on_parameters_and_of_losses_and_penalties(engine: str) -> None:
     setting.net.net.__class__ = Accumulating
     with pytest.raises(InputError, match=r"parameter net.b.weight has a gradient hook, which no engine"):
         hypergradient(meta, setting)
+
+
+def test_difference_looks_again_at_a_network_that_changes() -> None:
+    """At products 1, 2, 4, … 64 and every 64th, and there nothing moves; a resumed step looks at the same ones."""
+
+    class Turning(Net):
+        straight = False
+
+        def middle(self, h: Tensor) -> Tensor:
+            h = torch.tanh(self.b(h))
+            return h.detach() + 0.1 * h if Turning.straight else h
+
+    setting = build("Hooked")
+    setting.net.net.__class__ = Turning
+    meta, looked = metastep(setting, "difference"), []
+    batches = setting.x, setting.y, setting.x_meta, setting.y_meta
+    for i in range(1, 8):
+        looked += [i] if meta.engine.may_refuse else []
+        meta.step(*batches)
+        Turning.straight = i >= 5
+    again = metastep(setting, "difference")
+    again.load_state_dict(meta.state_dict())
+    before = State(setting.net, setting.source)
+    for step in (meta, again):
+        with pytest.raises(InputError, match="detaches values"):
+            step.step(*batches)
+        assert before.changes(State(setting.net, setting.source)) == []
+    for done in range(7, 200):
+        meta.engine.load_state([1.0, done])
+        looked += [done + 1] if meta.engine.may_refuse else []
+    assert looked == [1, 2, 4, 8, 16, 32, 64, 128, 192]
+    again.load_state_dict({**meta.state_dict(), "engine": 0.25})  # of an older version
+    assert again.engine.state() == [0.25, 0]
+
+
+def test_a_pass_whose_derivatives_are_carried_along_keeps_nothing() -> None:
+    """Of 40 layers the values of a few are in memory at a time."""
+
+    class Counting(Net):
+        def middle(self, h: Tensor) -> Tensor:
+            seen = []
+            for _ in range(40):
+                h = torch.tanh(self.b(h))
+                seen.append(weakref.ref(h))
+                alive.append(sum(ref() is not None for ref in seen))
+            return h
+
+    truth, alive = {}, []
+    for reuse in (True, False):
+        setting = build("Hooked")
+        setting.net.net.__class__ = Counting
+        learned = SGD(setting.source.parameters(), lr=1.0)
+        meta = MetaStep(setting.net, setting.optimizer, setting.source, learned, "nll", engine_options={"reuse": reuse})
+        truth[reuse] = hypergradient(meta, setting)
+    assert torch.equal(truth[True], truth[False])
+    assert max(alive[-40:]) <= 2  # of the pass that was made once more
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -10,6 +10,7 @@ import yaml
 from metacal.config.compose import compose, config_dir, to_yaml
 from metacal.config.help import key_table, train_help
 from metacal.config.schema import keys
+from metacal.config.unread import check_read
 from metacal.errors import InputError
 from metacal.training.setup import build_objective
 
@@ -188,3 +189,39 @@ def test_a_config_of_an_older_version_is_the_same_config(tmp_path):
     file.write_text(yaml.safe_dump(old))
     with pytest.raises(InputError, match=r"optimizer\.momentum=0\.5 is no setting of adamw"):
         compose([], file)
+
+
+@pytest.mark.parametrize(
+    ("words", "reader"),
+    [
+        (["gamma.hidden=8"], "gamma.hidden would be ignored: nothing of this run reads it; it belongs to gamma.so"),
+        (["method=cross_entropy", "meta.lr=0.1"], "it belongs to an outer problem, of gamma.source=scalar or curve or"),
+        (["method=focal", "meta=brier"], "meta would be ignored"),
+        (["method=cross_entropy", "gamma.value=3"], "it belongs to loss.name=adafocal or dual_focal or focal or"),
+        (["method=brier", "loss.smoothing=0.1"], "it belongs to loss.name=label_smoothing"),
+        (["penalties.sece.bandwidth=0.1"], "it belongs to penalties.sece.weight > 0"),
+        (["meta.optimizer=sgd", "meta.beta1=0.4"], "it belongs to meta.optimizer=adam"),
+        (["method=gamma_net", "meta.horizon_decay=0.5"], "it belongs to meta.horizon > 1 or meta.engine=tangent"),
+        (["monitor.tolerance=0.1"], "it belongs to monitor.curvature=true"),
+        (["monitor.robust_units=inputs"], "it belongs to monitor.robust_eps"),
+    ],
+)  # fmt: skip
+def test_a_key_given_by_hand_has_a_reader(words, reader):
+    with pytest.raises(InputError) as caught:
+        check_read([(compose(words), words)])
+    assert reader in str(caught.value)
+
+
+def test_what_a_file_sets_and_what_some_run_of_a_grid_reads_may_go_unread():
+    for words in (
+        ["method=gamma_net", "gamma.source=scalar", "gamma.tau=0.2"],  # the method's gamma.hidden has no reader
+        ["method=learned_smoothing", "meta.lr=0.1"],
+        ["method=focal", "gamma.source=fixed", "penalties.sece.weight=0", "data.meta_from=val"],
+        ["meta.objective={sece: 1, dece: {weight: 2, n_bins: 5}}", "penalties.mmce={weight: 1}", "monitor.every=0"],
+    ):
+        check_read([(compose(words), words)])
+    shared = "meta.lr=0.1"
+    runs = [(compose([f"method={method}", shared]), [shared]) for method in ("focal", "cross_entropy", "metacal")]
+    check_read(runs)
+    with pytest.raises(InputError, match=r"meta\.lr would be ignored: none of these runs reads it"):
+        check_read(runs[:2])

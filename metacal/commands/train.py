@@ -45,6 +45,7 @@ def train_command(argv: Sequence[str]) -> int:
         print(f"metacal train: loading PyTorch for {what}", flush=True)
 
     from metacal.config.compose import compose
+    from metacal.config.unread import check_read
 
     config = compose(words, config_file)
     for method in config.baselines:  # a typo in the last baseline must not surface after the first run
@@ -53,6 +54,7 @@ def train_command(argv: Sequence[str]) -> int:
         if config.progress:
             print(f"metacal train: going on with {config.resume}", flush=True)
         return _resume(config, words)
+    check_read([(config, words)])
     if not config.baselines:
         return _run(config, words, config_file)
     return _run_beside_baselines(config, words, config_file)
@@ -266,6 +268,7 @@ def _with_hydra(words: list[str], config_file: str | None) -> int:
         register_schema,
         to_yaml,
     )
+    from metacal.config.unread import check_read
     from metacal.config.words import check_flags, check_words
 
     check_flags(words, _FLAGS)
@@ -285,7 +288,7 @@ def _with_hydra(words: list[str], config_file: str | None) -> int:
         print(to_yaml(compose(run_words, config_file)), end="")
         return 0
     else:
-        compose(run_words, config_file)
+        check_read([(compose(run_words, config_file), run_words)])
     task = _Task(str(path) if config_file else None, in_grid=bool(jobs))
 
     # Hydra's parser wants the overrides in one piece, wherever its flags stand.

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 
 from metacal.config import Config
 from metacal.config.compose import PATH_KEYS, compose, config_dir, explain
+from metacal.config.unread import check_read
 from metacal.errors import InputError, require, require_choice
 from metacal.runs.config import require_same_config
 from metacal.runs.folder import RunFolder, read_metrics, series_of
@@ -194,7 +195,11 @@ def grid_jobs(words: Sequence[str], config_file: str | None = None, normal: bool
 
 
 def _check_grid(jobs: Sequence[Job]) -> None:
-    """Every run of a grid has a folder of its own, and no key that only a single command can have."""
+    """Every run of a grid has a folder of its own, no key that only a single command can have, and each key a reader.
+
+    A word that all runs share need not be read by all.
+    """
+    check_read([(job.config, job.words) for job in jobs])
     folders: dict[Path, Job] = {}
     for job in jobs:
         require(

@@ -16,6 +16,7 @@ from metacal import deploy
 from metacal.calibration import TemperatureScaling
 from metacal.config import Config, DataConfig
 from metacal.config.compose import compose, to_yaml
+from metacal.config.unread import check_read
 from metacal.data import InputKind
 from metacal.data.kind import remember
 from metacal.deploy import CalibratedModel
@@ -329,7 +330,10 @@ def _composed(
     words = [f"method={method}", *(f"{key}={value}" for key, value in arguments.items() if value is not None)]
     if isinstance(optimizer, str):
         words.append(f"optimizer={optimizer}")
-    return compose([*words, *overrides, *(f"optimizer.{key}={_number(value)}" for key, value in settings.items())])
+    words += [*overrides, *(f"optimizer.{key}={_number(value)}" for key, value in settings.items())]
+    config = compose(words)
+    check_read([(config, words)])
+    return config
 
 
 def _trained(

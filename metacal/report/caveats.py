@@ -118,12 +118,14 @@ def unequal_times(groups: Sequence[Group]) -> list[str]:
 
 def unread_lines(groups: Sequence[Group]) -> list[str]:
     """Lines of metrics.jsonl that are damaged: curves and step costs lack them."""
-    runs = [run for g in groups for run in g.runs if run.unread]
-    return [
-        f"Left out of curves and step costs: line {', '.join(map(str, run.unread))} of {run.path / 'metrics.jsonl'}, "
-        "which cannot be read."
-        for run in runs
+    damaged = [(run, run.path / "metrics.jsonl") for g in groups for run in g.runs if run.unread or run.changed]
+    told = [
+        f"{file}, which is not as the run wrote it (its digest differs)."
+        if run.changed
+        else f"line {', '.join(map(str, run.unread))} of {file}, which cannot be read."
+        for run, file in damaged
     ]
+    return [f"Left out of curves and step costs: {what}" for what in told]
 
 
 def _unequal(what: str, groups: Sequence[Group], value: Callable[[Group], Any]) -> str:

@@ -3,7 +3,7 @@
 config.yaml              every key; the copy in each checkpoint counts where they differ
 command.txt              what the run was started with
 metrics.jsonl            a line for each logged step: {"step": …, "epoch": …, "split": …, name: number or null, …}
-summary.json             written last
+summary.json             written last, with the SHA-256 of itself and of metrics.jsonl under "digests"
 model.pt                 the calibrated model
 checkpoints/             last.pt, best.pt, and epochNNNN.pt of those that are kept
 predictions/             val.npz, test.npz of the selected epoch; val_last.npz, test_last.npz of the last one
@@ -16,6 +16,7 @@ log.txt                  the output of a run that a sweep or a study started
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from metacal.jsonio import to_json
 from metacal.runs import checkpoint
 
 __all__ = ["RunFolder", "check_run", "read_line", "read_metrics", "series_of"]
+
+DIGESTS = "digests"
 
 
 class RunFolder:
@@ -153,7 +156,18 @@ class RunFolder:
         return self.command.read_text(errors="replace").rstrip("\n") if self.command.is_file() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        _write(self.summary, to_json(summary) + "\n")
+        """Write the summary with the digest of the log, which is at its end, and with its own."""
+        whole = json.loads(to_json(summary)) | {DIGESTS: {self.metrics.name: self._metrics_digest()}}
+        whole[DIGESTS][self.summary.name] = _digest(to_json(whole).encode())
+        _write(self.summary, to_json(whole) + "\n")
+
+    def _metrics_digest(self) -> str | None:
+        return _digest(self.metrics.read_bytes()) if self.metrics.is_file() else None
+
+    def metrics_changed(self, summary: Mapping[str, Any]) -> bool:
+        """Whether metrics.jsonl is not the one that was there when the summary was written; older runs cannot tell."""
+        was = summary.get(DIGESTS, {}).get(self.metrics.name)
+        return was is not None and was != self._metrics_digest()
 
     def write_shift(self, measured: Mapping[str, Any]) -> None:
         _write(self.shift, to_json(measured) + "\n")
@@ -174,14 +188,17 @@ class RunFolder:
         """What the run wrote when it ended.
 
         Raises:
-            InputError: there is no summary, or it is damaged.
+            InputError: there is no summary, or it is damaged: its numbers do not give the digest written with them.
         """
         try:
             summary = json.loads(self.summary.read_bytes())
+            if DIGESTS in summary:  # an older run's has none
+                digest = summary[DIGESTS].pop(self.summary.name)
+                require(digest == _digest(to_json(summary).encode()), "its numbers do not give its digest")
             summary["method"], int(summary["seed"]), summary["data"]["fingerprint"]
         except FileNotFoundError:
             raise InputError(f"{self.path} has no summary.json: the run has not ended") from None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise InputError(f"{self.summary} is damaged or not that of a run") from None
         return summary
 
@@ -193,6 +210,10 @@ class RunFolder:
             except InputError:
                 continue
         return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _write(file: Path, text: str) -> None:

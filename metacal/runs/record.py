@@ -151,7 +151,16 @@ class Run:
         return self._metrics[1]
 
     @cached_property
+    def changed(self) -> bool:
+        """Whether metrics.jsonl is not what the run wrote, and no line of it says where: none counts then."""
+        return not self.is_file and not self._logged[1] and self.folder.metrics_changed(self.summary)
+
+    @property
     def _metrics(self) -> tuple[list[dict[str, Any]], list[int]]:
+        return ([], []) if self.changed else self._logged
+
+    @cached_property
+    def _logged(self) -> tuple[list[dict[str, Any]], list[int]]:
         return ([], []) if self.is_file else read_metrics(self.folder.metrics)
 
 
@@ -250,7 +259,7 @@ def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
             runs.append(_load_run(path))
         except InputError as error:
             left_out.append(LeftOut(path, str(error)))
-    known: dict[tuple[str, int, str], list[Run]] = {}
+    known: dict[tuple[str, int, str | None], list[Run]] = {}
     for run in list(runs):
         same = known.setdefault((_identity(run), run.seed, run.fingerprint), [])
         twin = next((other for other in same if not _other_data(run, other)), None)

@@ -11,7 +11,7 @@ import torch
 
 from metacal.cli import main
 from metacal.runs import checkpoint
-from metacal.runs.folder import read_line, read_metrics
+from metacal.runs.folder import RunFolder, read_line, read_metrics
 
 WORDS = ["method=gamma_net", "model.hidden=[8]", "data.train_size=200", "epochs=2", "monitor.resamples=0", "threads=1"]
 
@@ -115,6 +115,33 @@ def test_damaged_lines_of_the_log_are_told_and_left_out(run, capsys):
     file.unlink()
     (run / "summary.json").unlink()
     assert main(["train", f"resume={run}"]) == 0
+
+
+def test_a_number_that_has_changed_in_the_summary_or_the_log_is_told_and_left_out(run, capsys):
+    """Or a digest itself; a summary without any, of an older run, is taken as it is."""
+    folder = RunFolder(run)
+    log, text = (run / "metrics.jsonl").read_bytes(), (run / "summary.json").read_text()
+    summary = folder.read_summary()
+    for name in ("test/nll", "seed", "digests"):
+        start = text.index(f'"{name}": ')
+        digit = next(i for i in range(start, len(text)) if text[i].isdigit())
+        (run / "summary.json").write_text(f"{text[:digit]}{(int(text[digit]) + 1) % 10}{text[digit + 1 :]}")
+        assert not folder.finished
+        assert main(["compare", str(run)]) == 2
+        assert "its summary.json is damaged or not that of a run" in capsys.readouterr().err
+    (run / "summary.json").write_text(text)
+    assert folder.read_summary() == summary and not folder.metrics_changed(summary)
+    digit = next(i for i in range(len(log) // 2, len(log)) if chr(log[i]).isdigit())
+    (run / "metrics.jsonl").write_bytes(
+        log[:digit] + (b"1" if log[digit : digit + 1] == b"0" else b"0") + log[digit + 1 :]
+    )
+    told = "metrics.jsonl, which is not as the run wrote it"
+    assert main(["compare", str(run)]) == 0
+    assert told in capsys.readouterr().out
+    older = {key: value for key, value in json.loads(text).items() if key != "digests"}
+    (run / "summary.json").write_text(json.dumps(older))
+    assert main(["compare", str(run)]) == 0
+    assert told not in capsys.readouterr().out
 
 
 def test_what_is_no_line_of_the_log_is_none():

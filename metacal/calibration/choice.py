@@ -21,6 +21,7 @@ from metacal.calibration.spline import SplineScaling
 from metacal.calibration.temperature import TemperatureScaling
 from metacal.errors import InputError, require, require_choice
 from metacal.files import UNREADABLE, arrays_in, write_atomically
+from metacal.folds import dealt
 from metacal.predictions import Predictions
 
 __all__ = [
@@ -183,12 +184,8 @@ def name_of(scaling: Scaling) -> str:
 
 
 def _folds(labels: Tensor, folds: int, seed: int) -> Tensor:
-    """The fold of each label, int64 (N,): every class is shuffled and dealt out, one class after the other."""
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    order = order[torch.argsort(labels.cpu()[order], stable=True)]
-    out = torch.empty(len(labels), dtype=torch.int64)
-    out[order] = torch.arange(len(labels)) % folds
-    return out
+    """The fold of each label, int64 (N,)."""
+    return torch.from_numpy(dealt(labels.cpu().numpy(), folds, np.random.default_rng(seed % 2**64)))
 
 
 def _mean_and_error(x: Tensor) -> tuple[float, float]:

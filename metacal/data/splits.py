@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from metacal.errors import InputError, require
+from metacal.folds import dealt
 
 __all__ = ["Folds", "Split", "Transform", "channel_statistics", "resolve_size", "stratified_draw", "stratified_folds"]
 
@@ -102,17 +103,9 @@ class Folds:
 
 
 def stratified_folds(labels: np.ndarray, count: int, rng: np.random.Generator, key: str) -> Folds:
-    """`count` folds of the positions 0..n-1, drawn at random; `key` names the setting in messages.
-
-    The sizes of two folds differ by at most one, and so do the numbers of samples of a class in them: the samples are
-    dealt out one by one, class after class.
-    """
+    """`count` folds of the positions 0..n-1, drawn at random (`dealt`); `key` names the setting in messages."""
     require(2 <= count <= len(labels), f"{key} must be in [2, {len(labels)}], the training samples, got {count}")
-    shuffled = rng.permutation(len(labels))
-    dealt = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    number = np.empty(len(labels), dtype=np.int64)
-    number[dealt] = np.arange(len(labels)) % count
-    return Folds(torch.from_numpy(number), count)
+    return Folds(torch.from_numpy(dealt(labels, count, rng)), count)
 
 
 def resolve_size(key: str, value: Any, total: int) -> int:

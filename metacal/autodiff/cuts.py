@@ -19,7 +19,7 @@ _REGISTERING: dict[Any, str] = {
     Tensor.register_hook: "registers a hook on the gradient of a value",
     Tensor.register_post_accumulate_grad_hook: "registers a hook on the gradient of a parameter",
     # also where torch itself attaches the backward hooks of modules
-    Tensor.grad_fn.__get__: "reads the graph of a value (grad_fn), where hooks on gradients are registered",  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__: "reads the graph of a value (grad_fn), where hooks on gradients are registered",  # type: ignore[union-attr]
 }
 _saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch >= 2.8
 

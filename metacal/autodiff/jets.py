@@ -113,7 +113,7 @@ def lies_in(view: Tensor, whole: Tensor) -> bool:
         return False
     first = view.storage_offset() - whole.storage_offset()
     last = first + sum((n - 1) * s for n, s in zip(view.shape, view.stride()))
-    return first >= 0 and last < whole.numel()
+    return bool(first >= 0 and last < whole.numel())
 
 
 Push = Callable[[Run], Jet]

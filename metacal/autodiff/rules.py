@@ -129,7 +129,7 @@ def _products() -> dict[Any, Rule]:
             for name in ("dot", "vdot", "inner", "outer", "ger", "kron", "tensordot")
             for f in _forms(name, APART)
         },
-        torch._C._VariableFunctions.tensordot: multilinear(torch._C._VariableFunctions.tensordot),
+        torch._C._VariableFunctions.tensordot: multilinear(torch._C._VariableFunctions.tensordot),  # type: ignore[attr-defined]
         torch.einsum: multilinear(torch.einsum, None),
         **{f: layer(f) for f in layers},
         **dict.fromkeys(_forms("addmm addmv baddbmm"), arithmetic.plus_product(torch.matmul, 2)),

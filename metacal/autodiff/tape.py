@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,8 +219,7 @@ class Tape(TorchFunctionMode):
         self._operands = []
         for o in results.values():
             if o.slot is not None:  # a jet lives as long as its value
-                jets, slot = self._run.jets, o.slot
-                self._ends.append(weakref.ref(o.tensor, lambda _, jets=jets, slot=slot: jets.pop(slot, None)))
+                self._ends.append(weakref.ref(o.tensor, partial(_forget, self._run.jets, o.slot)))
 
     def close(self, z: Tensor) -> Tape:
         """End the recording with the result z, and keep only what z depends on. Call it outside the `with` block."""
@@ -309,6 +309,10 @@ def carried(params: Sequence[Tensor], v: Sequence[Tensor | None]) -> Iterator[Ta
     tape._watch(None, params)  # hooks of the caller, which the ones below hide
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_dropped, _refused), tape:
         yield tape
+
+
+def _forget(jets: dict[int, Jet], slot: int, _: object) -> None:
+    jets.pop(slot, None)
 
 
 def _dropped(value: Tensor) -> None:

@@ -182,7 +182,7 @@ class _Compared(Recorded):
         )
         self.check(z)
         with self.network.holding(theta):
-            return torch.autograd.grad(z, theta, w, allow_unused=True)
+            return list(torch.autograd.grad(z, theta, w, allow_unused=True))
 
 
 _UNREPEATABLE = (

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from metacal import ranks
 from metacal.batchnorm import synchronises
 from metacal.bilevel.batch import Batch, Last, joined, last_of, mean_of, penalty_on, sum_gradients
-from metacal.bilevel.passes import Engine, Pass
+from metacal.bilevel.passes import Engine, Pass, Recorded, unhooked
 from metacal.bilevel.penalty_report import PenaltyReport
 from metacal.errors import InputError, require
 from metacal.gamma import pool
@@ -59,7 +59,7 @@ class Gradient:
     batch: Batch
     logits: Tensor
     gamma: Tensor | None
-    runs: list[Pass]
+    runs: list[Recorded]
 
 
 class Inner:
@@ -198,13 +198,8 @@ class Inner:
             if report is not None and name in report.details and loss.is_cuda:
                 torch.cuda.synchronize(loss.device)
             began = time.perf_counter()
-            hooks = _hooks(logits, features)
-            value, share = penalty_on(term.penalty, batch, model, logits, features)
-            require(
-                _hooks(logits, features) == hooks,
-                f"penalties[{name!r}] registers a hook on the logits or features that it is given, which would change "
-                "the gradient of the loss: register it on a view of its own (view_as)",
-            )
+            with unhooked(f"penalties[{name!r}]", logits, features):
+                value, share = penalty_on(term.penalty, batch, model, logits, features)
             if share == batch.share:
                 total = total + weight * value
             else:
@@ -268,7 +263,7 @@ class Inner:
             terms["gamma_mean"] = gamma_mean[0]
         self.details.difference_update(report.reported)
         last = last_of(whole, logits, joined(features), None if gamma is None else gamma.detach())
-        return Gradient(terms, last, whole, logits, gamma, runs)
+        return Gradient(terms, last, whole, logits, gamma, runs if record else [])
 
     def check(self, x: Tensor, y: Tensor) -> None:
         """Compute every penalty and its gradient once, each rank by itself."""
@@ -341,11 +336,6 @@ def check_labels(y: Tensor, logits: Tensor, name: str = "y") -> None:
             raise InputError(
                 f"{name} must hold labels in 0..{k - 1}, one for each logit, {name}[{row}] is {int(y[row])}"
             )
-
-
-def _hooks(*tensors: Tensor | None) -> int:
-    """How many hooks on their gradients tensors have."""
-    return sum(len(t._backward_hooks or ()) for t in tensors if t is not None)
 
 
 def _check_divisible(model: nn.Module, batch: Batch, chunk: int | None) -> None:

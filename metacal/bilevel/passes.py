@@ -30,7 +30,18 @@ from metacal.errors import InputError, require
 from metacal.network import ModuleState, Network, Streams, on_copies, repeats
 from metacal.optim.transpose import Cotangents
 
-__all__ = ["Again", "Engine", "Forward", "Pass", "Recorded", "Reverse", "added", "check_unhooked", "double_vjp"]
+__all__ = [
+    "Again",
+    "Engine",
+    "Forward",
+    "Pass",
+    "Recorded",
+    "Reverse",
+    "added",
+    "check_unhooked",
+    "double_vjp",
+    "unhooked",
+]
 
 
 class Engine:
@@ -61,8 +72,10 @@ class Engine:
             self.old = [torch.empty_like(p) for p in self.network.params]
         torch._foreach_copy_(self.old, self.network.params)
 
-    may_refuse = False
-    """Whether the coming product looks closer at the network than others do, and may raise `InputError`."""
+    @property
+    def may_refuse(self) -> bool:
+        """Whether the coming product looks closer at the network than others do, and may raise `InputError`."""
+        return False
 
     def state(self) -> Any:
         """What goes from step to step, for checkpoints."""
@@ -145,6 +158,18 @@ def check_unhooked(names: Sequence[str], params: Sequence[Tensor]) -> None:
             f"backbone parameter {name} has a gradient hook, which no engine can differentiate: remove it, or change "
             "the loss instead of its gradient",
         )
+
+
+@contextmanager
+def unhooked(who: str, *values: Tensor | None) -> Iterator[None]:
+    """Raise `InputError` if the block registers a hook on the gradient of one of the values."""
+    before = [len(t._backward_hooks or ()) for t in values if t is not None]
+    yield
+    require(
+        before == [len(t._backward_hooks or ()) for t in values if t is not None],
+        f"{who} registers a hook on the logits or features that it is given, which would change the gradient of the "
+        "loss: register it on a view of its own (view_as)",
+    )
 
 
 def double_vjp(z: Tensor, params: Sequence[Tensor], v: Cotangents) -> Tensor:

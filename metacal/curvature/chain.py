@@ -45,7 +45,8 @@ class Chain:
 
     def detached(self) -> Chain:
         parts = (self.weights, self.beta, self.slope, self.bend)
-        return Chain(*[[t.detach() for t in part] for part in parts], self.straight)
+        weights, beta, slope, bend = ([t.detach() for t in part] for part in parts)
+        return Chain(weights, beta, slope, bend, self.straight)
 
     def gauss_newton(self, columns: Tensor) -> Tensor:
         """Σ_c ‖J_nᵀ C_n^c‖² for columns (n, C, K) → (n,)."""

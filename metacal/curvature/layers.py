@@ -319,7 +319,7 @@ def _other_gram(captured: Captured, w: Tensor) -> Tensor:
     chosen = {n: p.detach() for n, p in zip(problem.names, problem.params) if n in set(captured.others)}
 
     def rows(xn: Tensor, wn: Tensor) -> tuple[Tensor, Tensor]:
-        z, pull = torch.func.vjp(lambda sub: problem.logits(sub, xn[None])[0], chosen)
+        z, pull = torch.func.vjp(lambda sub: problem.logits(sub, xn[None])[0], chosen)  # type: ignore[misc]
         per_class = [torch.cat([g.reshape(-1) for g in pull(wc)[0].values()]) for wc in wn]
         return torch.stack(per_class), z
 

@@ -84,7 +84,8 @@ def check_loss(loss: Any, x: Tensor) -> LogitLoss:
         least >= 0 and most <= high and math.isfinite(most),
         f"{name} must be " + (">= 0" if high > 1 else "in [0, 1]") + f", got values from {least:g} to {most:g}",
     )
-    return replace(loss, **{name: value if value.ndim else float(value)})
+    checked: dict[str, Any] = {name: value if value.ndim else float(value)}
+    return replace(loss, **checked)
 
 
 def loss_of_rows(loss: LogitLoss, rows: slice | Tensor) -> LogitLoss:
@@ -92,7 +93,10 @@ def loss_of_rows(loss: LogitLoss, rows: slice | Tensor) -> LogitLoss:
     if isinstance(loss, str):
         return loss
     ((name, value),) = vars(loss).items()
-    return replace(loss, **{name: value[rows]}) if isinstance(value, Tensor) and value.ndim else loss
+    if not (isinstance(value, Tensor) and value.ndim):
+        return loss
+    chosen: dict[str, Any] = {name: value[rows]}
+    return replace(loss, **chosen)
 
 
 def mean_loss(z: Tensor, y: Tensor, loss: LogitLoss) -> Tensor:

@@ -23,7 +23,7 @@ from metacal.options import built
 
 __all__ = ["OPTIMIZERS", "backbone_optimizer", "build_optimizer"]
 
-OPTIMIZERS: dict[str, type[OptimizerOptions]] = {
+OPTIMIZERS: dict[str, type[OptimizerOptions] | type[SAMOptions]] = {
     "gd": GradientDescentOptions,
     "sgd": SGDOptions,
     "adam": AdamOptions,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,7 +172,8 @@ def along(
         return moved, states_
     pushed = step.project([None if a is None else a.clone() for a in displacement])
     for i, _ in step.moved:
-        moved[i] = pushed[i] if theta[i] is None else theta[i] if pushed[i] is None else theta[i] + pushed[i]
+        a, b = theta[i], pushed[i]
+        moved[i] = b if a is None else a if b is None else a + b
     return moved, states_
 
 
@@ -243,7 +245,7 @@ def adam_through(
 THROUGH: dict[type[Optimizer], Rule] = {
     SGD: sgd_through,
     Adam: adam_through,
-    AdamW: lambda *args: adam_through(*args, decoupled=True),
+    AdamW: partial(adam_through, decoupled=True),
 }
 """By the class of the optimizer. Its method `projection(params)`, where it has one, is what its displacement goes
 through."""

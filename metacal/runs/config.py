@@ -50,8 +50,10 @@ def _with_units(plain: dict[str, Any]) -> dict[str, Any]:
 
 def _with_fractions(plain: dict[str, Any]) -> dict[str, Any]:
     gamma, epochs = plain.get("gamma"), plain.get("epochs")
-    milestones = gamma.get("milestones") if isinstance(gamma, dict) else None
-    if not milestones or not isinstance(epochs, int) or not all(isinstance(at, int) and at >= 1 for at in milestones):
+    if not isinstance(gamma, dict) or not isinstance(epochs, int):
+        return plain
+    milestones = gamma.get("milestones")
+    if not milestones or not all(isinstance(at, int) and at >= 1 for at in milestones):
         return plain
     return {**plain, "gamma": {**gamma, "milestones": [at / epochs for at in milestones]}}
 

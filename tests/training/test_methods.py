@@ -241,18 +241,14 @@ def test_penalties_on_pixels_need_to_know_these() -> None:
             metacal.fit(model, (x, y), method="calmo", epochs=1, progress=False, pixels=given)
     fit = metacal.fit(model, (x, y), method="calmo", epochs=1, progress=False, pixels=([0.0] * 3, [1.0] * 3))
     assert fit.best_epoch == 1
-    for words, message in (
-        (
-            ["method=cross_entropy", "penalties.margin_smoothness.weight=0.01"],
-            r"or set penalties.margin_smoothness.units",
-        ),
-        (["method=cross_entropy", "monitor.every=1", "monitor.robust_eps=0.1"], r"or set monitor.robust_units=inputs"),
+    for words, remedy in (
+        (["penalties.margin_smoothness.weight=0.01"], "penalties.margin_smoothness.units=inputs"),
+        (["monitor.every=1", "monitor.robust_eps=0.1"], "monitor.robust_units=inputs"),
     ):
-        method, words = words[0].split("=")[1], words[1:]
-        with pytest.raises(InputError, match=message):
+        method = "cross_entropy"
+        with pytest.raises(InputError, match=f"or set {remedy.partition('=')[0]}"):
             metacal.fit(model, (x, y), method=method, epochs=1, progress=False, overrides=words)
-        words = [*words, "penalties.margin_smoothness.units=inputs", "monitor.robust_units=inputs"]
-        fit = metacal.fit(model, (x, y), method=method, epochs=1, progress=False, overrides=words)
+        fit = metacal.fit(model, (x, y), method=method, epochs=1, progress=False, overrides=[*words, remedy])
         assert fit.best_epoch == 1
 
 

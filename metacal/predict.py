@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from metacal import ranks
 from metacal.errors import InputError, require
 from metacal.modes import evaluation_mode
 from metacal.network import logits_in
 from metacal.predictions import Predictions
 
-__all__ = ["Data", "predict"]
+__all__ = ["Data", "Epochs", "predict", "predict_epoch"]
 
 Data = Iterable[Any] | tuple[Tensor, Tensor]
 """Batches (x, y), or a pair of tensors."""
@@ -49,6 +51,46 @@ def predict(
             labels.append(torch.as_tensor(y).cpu())
     require(len(logits) > 0, "data must give at least one batch (x, y), got none")
     return Predictions.from_logits(torch.cat(logits), torch.cat(labels))
+
+
+class Epochs(Protocol):
+    """Batches (x, y) of one epoch after another, of which some can be made without the others."""
+
+    def epoch(self, epoch: int, start: int = 0, stride: int = 1) -> Iterator[tuple[Any, ...]]: ...
+
+
+def predict_epoch(model: Callable[[Tensor], Any], batches: Epochs, epoch: int = 0) -> Predictions:
+    """`predict` of all batches of an epoch, which R ranks share: rank r runs the model on batches r, r + R, ….
+
+    Every rank gets the predictions of all. A batch is run as a whole, as one process would run it, so that they are the
+    same to the last bit for every R; none is padded or run twice.
+    """
+    if ranks.size() == 1:
+        return predict(model, batches.epoch(epoch))
+    sizes: list[int] = []
+
+    def counted() -> Iterator[tuple[Any, ...]]:
+        for batch in batches.epoch(epoch, ranks.rank(), ranks.size()):
+            sizes.append(len(batch[1]))
+            yield batch
+
+    here = counted()
+    first = next(here, None)  # a rank may have none
+    p = None if first is None else predict(model, chain([first], here))
+    logits, labels = (None, None) if p is None else (p.logits, p.labels)
+    told = ranks.gather_objects((sizes, [None if t is None else (t.shape[1:], t.dtype) for t in (logits, labels)]))
+    counts = [sum(of_rank) for of_rank, _ in told]
+    require(sum(counts) > 0, "data must give at least one batch (x, y), got none")
+    kinds = next(of_rank for n, (_, of_rank) in zip(counts, told) if n)
+    places = [(i, r) for r, (of_rank, _) in enumerate(told) for i in range(len(of_rank))]
+    order = sorted(range(len(places)), key=places.__getitem__)
+
+    def gathered(t: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        rows = ranks.gather_rows(torch.empty(0, *shape, dtype=dtype) if t is None else t, counts)
+        pieces = rows.split([n for of_rank, _ in told for n in of_rank])
+        return torch.cat([pieces[i] for i in order])
+
+    return Predictions.from_logits(*(gathered(t, *kind) for t, kind in zip((logits, labels), kinds) if kind))
 
 
 def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:

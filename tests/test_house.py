@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "devices": "",
     "pixels": "devices errors",
     "folds": "",
-    "predict": "errors modes network predictions",
+    "predict": "errors modes network predictions ranks",
+    "launch": "errors options ranks",
     "posterior": "errors modes predictions",
     # pure mathematics
     "autodiff": "errors network ranks",
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "margins": "calibration errors modes network pixels predictions",
     "curvature": "autodiff errors losses network ranks",
     # what is trained, and on what
-    "data": "devices errors files folds options",
+    "data": "devices errors files folds options ranks",
     "models": "errors network options",
     "gamma": "calibration devices errors losses models modes options predictions",
     "penalties": "autodiff calibration curvature errors margins network options pixels",
@@ -44,18 +45,18 @@ MAY_IMPORT = {
     "bilevel": "autodiff batchnorm calibration errors gamma mixing network objective optim ranks",
     "monitors": "calibration curvature errors margins models modes options pixels predict predictions",
     # runs
-    "config": "bilevel calibration configs data errors gamma losses models monitors names objective optim options "
-    "penalties",
+    "config": "bilevel calibration configs data errors gamma launch losses models monitors names objective optim "
+    "options penalties",
     "runs": "config errors files jsonio predictions",
     "report": "calibration data errors names network predict predictions runs",
     "export": "data errors files network",
     "deploy": "calibration config data errors export models modes predictions runs",
-    "training": "bilevel calibration config curvature data deploy errors gamma jsonio margins mixing models modes "
-    "monitors names network objective optim options pixels predict predictions report runs",
+    "training": "batchnorm bilevel calibration config curvature data deploy errors gamma jsonio launch margins mixing "
+    "models modes monitors names network objective optim options pixels predict predictions ranks report runs",
     "sklearn": "errors models names training",
     "studies": "calibration config curvature data errors jsonio names predict predictions report runs training",
-    "commands": "calibration config configs curvature data deploy errors export files jsonio models monitors posterior "
-    "predict predictions report runs studies training",
+    "commands": "calibration config configs curvature data deploy errors export files jsonio launch models monitors "
+    "posterior predict predictions ranks report runs studies training",
     "cli": "commands errors",
 }
 LINES = 400

@@ -10,16 +10,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from metacal.commands.words import take_config_file
 from metacal.errors import InputError, RunError, require
+from metacal.launch import Place, joined, met, place, start
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from metacal.config import Config
+    from metacal.runs.folder import RunFolder
     from metacal.studies.grid import Job
 
 __all__ = ["train_command"]
@@ -35,9 +38,16 @@ def train_command(argv: Sequence[str]) -> int:
         return 0
     config_file = take_config_file(words)
     _check_launcher(words)
+    at = place(os.environ)
     if any(word.startswith("-") for word in words):
+        require(at is None, f"{' '.join(words)} is for one process, and this is one of {at and at.size} ranks")
         return _with_hydra(words, config_file)
+    with met(at) as store:
+        return _train(argv, words, config_file, at, store)
 
+
+def _train(argv: Sequence[str], words: list[str], config_file: str | None, at: Place | None, store: Any) -> int:
+    """What the words ask for, in this process or in several."""
     quiet = any(word.startswith("progress=") and word != "progress=true" for word in words)
     if not quiet and sys.modules.get("torch") is None:
         # The configuration is made of the parts' options, and the parts import PyTorch, which takes seconds.
@@ -50,11 +60,43 @@ def train_command(argv: Sequence[str]) -> int:
     config = compose(words, config_file)
     for method in config.baselines:  # a typo in the last baseline must not surface after the first run
         compose(_with_method(words, method), config_file)
+    if config.resume is None:
+        check_read([(config, words)])
+    if at is None and (config.launch.ranks or 1) > 1:
+        return start(config.launch.ranks, ["train", *argv], config.launch, config.device)
+    with joined(at, store, config.launch, config.device):
+        _require_same_words(config)
+        return _runs(config, words, config_file)
+
+
+def _require_same_words(config: Config) -> None:
+    """All ranks were started with the same words and the same versions of the packages.
+
+    Raises:
+        InputError: on every rank.
+    """
+    from metacal import ranks
+    from metacal.config.resolve import flat
+    from metacal.runs.versions import versions
+
+    if ranks.size() == 1:
+        return
+    keys = {**flat(asdict(config)), **{f"the version of {name}": value for name, value in versions().items()}}
+    for rank, theirs in enumerate(ranks.gather_objects(keys)):
+        for key in keys | theirs:
+            require(
+                theirs.get(key) == keys.get(key),
+                f"all ranks must be started alike: {key} is {keys.get(key)!r} on rank {ranks.rank()} and "
+                f"{theirs.get(key)!r} on rank {rank}",
+            )
+
+
+def _runs(config: Config, words: list[str], config_file: str | None) -> int:
+    """The run that the words ask for: one that goes on, a new one, or one beside its baselines."""
     if config.resume is not None:
         if config.progress:
             print(f"metacal train: going on with {config.resume}", flush=True)
         return _resume(config, words)
-    check_read([(config, words)])
     if not config.baselines:
         return _run(config, words, config_file)
     return _run_beside_baselines(config, words, config_file)
@@ -76,7 +118,7 @@ def _resume(config: Config, words: Sequence[str]) -> int:
     from metacal.runs.checkpoint import load
     from metacal.runs.config import recorded_config
     from metacal.runs.folder import check_run
-    from metacal.runs.naming import NOT_IN_NAME
+    from metacal.runs.naming import says_where
     from metacal.training.run import run
 
     folder = check_run(config.resume or "")
@@ -85,8 +127,10 @@ def _resume(config: Config, words: Sequence[str]) -> int:
     require(not config.overwrite, "resume=RUN goes on and overwrite=true starts over: give one of them")
     started_with = recorded_config(folder, load(folder.last))
     for key in (word.lstrip("+~").split("=", 1)[0] for word in words):
-        if key in NOT_IN_NAME - {"method", "seed"}:
-            setattr(started_with, key, getattr(config, key))
+        if says_where(key):
+            goes_on, words_say = (started_with.launch, config.launch) if "." in key else (started_with, config)
+            name = key.rpartition(".")[2]
+            setattr(goes_on, name, getattr(words_say, name))
             continue
         was, given = _value(started_with, key), _value(config, key)
         require(
@@ -200,22 +244,37 @@ class _Task:
     def _run(self, node: DictConfig, overrides: list[str]) -> int:
         from metacal.config.compose import from_dictionary
         from metacal.runs.naming import folder_of
-        from metacal.training.run import run
 
         config = from_dictionary(node, overrides)
         folder = folder_of(config, overrides, self.config_file)
         if not folder.finished and (self.requeued or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"):
             config.overwrite = False  # the first attempt has started over; this one goes on
         with self._saving_before_requeue() as requeue:
-            outcome = run(config, folder, overrides, self.config_file, reuse=True)
-            if outcome.reused:
-                print(f"{folder.path}: already finished, skipped")
-                return 0
-            status = outcome.show()
+            status = self._train(config, folder, overrides)
             if status == 130:
                 requeue()  # does not come back if that is why the run stopped
                 raise KeyboardInterrupt  # Ctrl-C is meant for the whole grid
         return status
+
+    def _train(self, config: Config, folder: RunFolder, overrides: list[str]) -> int:
+        """One run in this process, in several that are started here, or as one of several tasks of a job."""
+        from metacal.training.run import run
+
+        at = place(os.environ)
+        if at is None and (config.launch.ranks or 1) > 1:
+            if folder.finished and not config.overwrite:
+                print(f"{folder.path}: already finished, skipped")
+                return 0
+            words = [word for word in overrides if not word.startswith("overwrite=")]
+            words += [f"overwrite={str(config.overwrite).lower()}"]
+            words = ["train", *([self.config_file] if self.config_file else []), *words]
+            return start(config.launch.ranks, words, config.launch, config.device)
+        with met(at) as store, joined(at, store, config.launch, config.device):
+            outcome = run(config, folder, overrides, self.config_file, reuse=True)
+            if outcome.reused:
+                print(f"{folder.path}: already finished, skipped")
+                return 0
+            return outcome.show()
 
     @contextmanager
     def _saving_before_requeue(self) -> Iterator[Callable[[], None]]:

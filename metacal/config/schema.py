@@ -17,6 +17,7 @@ from metacal.calibration.surrogates import SURROGATES, ProperTerm, ReferencePoin
 from metacal.data.options import DataConfig
 from metacal.errors import require, require_choice
 from metacal.gamma import SOURCES, SmoothingOptions
+from metacal.launch import LaunchOptions
 from metacal.losses import LOSSES
 from metacal.models.options import ModelConfig
 from metacal.monitors import MONITORS
@@ -84,6 +85,7 @@ class Config:
     schedule: Any = None
     meta: Any = None
     monitor: Any = None
+    launch: Any = None
 
 
 @dataclass
@@ -189,6 +191,7 @@ def sections() -> dict[str, Section]:
         "schedule": Section((Warmup,), "name", "cosine", SCHEDULES, "the learning rate over training, a factor of lr"),
         "meta": Section(outer, "objective", "sece", SURROGATES, "what is minimised", sums=True),
         "monitor": Section((WatchKeys, *MONITORS.values())),
+        "launch": Section((LaunchOptions,)),
     }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from metacal import ranks
 from metacal.data.arrays import stacked
 from metacal.data.splits import Split
 from metacal.data.stores import leave_interrupts, one_line
@@ -37,9 +38,7 @@ def global_rng(seed: int) -> Iterator[None]:
     For other people's transforms, which draw from these.
     """
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.random.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+    _seed_all(seed)
     try:
         yield
     finally:
@@ -48,13 +47,20 @@ def global_rng(seed: int) -> Iterator[None]:
         random.setstate(states[2])
 
 
+def _seed_all(seed: int) -> None:
+    torch.random.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """What is in one batch: which samples, and for augmented images their offsets and mirrorings."""
 
     index: Tensor  # (B,) on the split's device
     draws: Tensor | None  # (B, 3) on the split's device: row offset, column offset, mirrored
-    seed: int
+    seed: int  # of the batch
+    first: int  # the place in the batch of the first of these samples: not 0 for a rank that makes a later part of it
 
 
 class Batches:
@@ -69,8 +75,9 @@ class Batches:
 
     `visits` says which positions of the split an epoch visits (all if None). `steps` is the number of batches of every
     epoch, in place of those that one pass gives: where a pass has fewer, the epoch goes on into a further pass in a new
-    order, and the batches are full; the one that holds the seam may then hold a sample twice. Each of these arguments
-    says one thing about the batches, and any two of them go together.
+    order, and the batches are full; the one that holds the seam may then hold a sample twice. `shared`: where several
+    ranks work together each makes its rows of every batch (`ranks.share`), which are those that one process makes
+    there. Each of these arguments says one thing about the batches, and any two of them go together.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class Batches:
         with_index: bool = False,
         steps: int | None = None,
         visits: Callable[[int], Tensor] | None = None,
+        shared: bool = False,
     ) -> None:
         require(
             isinstance(batch_size, (int, np.integer)) and batch_size >= 1,
@@ -103,6 +111,7 @@ class Batches:
         self.drop_last = shuffle if drop_last is None else drop_last
         self.steps = steps
         self.visits = visits
+        self.shared = shared
 
     def __len__(self) -> int:
         """Batches an epoch; where epochs visit different numbers of samples, that of the first."""
@@ -117,14 +126,14 @@ class Batches:
         return max(1, n // self.batch_size) if self.drop_last else -(-n // self.batch_size)
 
     def smallest_batch(self) -> int:
-        """How many samples the smallest batch has; where epochs visit different numbers of samples, of the first."""
+        """How many samples the smallest batch has, on all ranks together; of the first epoch where these differ."""
         n = len(self._visited(0))
         several = len(self) > self._in_a_pass(n)
         return self.batch_size if several else min(self.batch_size, n - (len(self) - 1) * self.batch_size)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The batches `start`, `start + 1`, ... of one epoch."""
-        return self._make(self._plans(epoch, start))
+    def epoch(self, epoch: int, start: int = 0, stride: int = 1) -> Iterator[tuple[Tensor, ...]]:
+        """The batches `start`, `start + stride`, ... of one epoch."""
+        return self._make(self._plans(epoch, start, stride=stride))
 
     def forever(self, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """Epoch after epoch, from the batch with global number `start`; every epoch in a new order, newly augmented."""
@@ -148,7 +157,7 @@ class Batches:
 
         return self._make(plans())
 
-    def _plans(self, epoch: int, start: int, repetition: int = 0) -> Iterator[_Plan]:
+    def _plans(self, epoch: int, start: int, repetition: int = 0, stride: int = 1) -> Iterator[_Plan]:
         key = (self.seed, self.stream, epoch, *(("again", repetition) if repetition else ()))
         generator = torch.Generator().manual_seed(derived_seed(*key))
         samples = self._visited(epoch)
@@ -158,9 +167,11 @@ class Batches:
         drawn = [self._pass(samples, generator) for _ in range(passes)]
         order = sent(torch.cat([positions for positions, _ in drawn]), self.split.device)
         draws = sent(torch.cat([d for _, d in drawn]), self.split.device) if self.augment else None
-        for i in range(start, count):
-            here = slice(i * self.batch_size, (i + 1) * self.batch_size)
-            yield _Plan(order[here], None if draws is None else draws[here], derived_seed(*key, i))
+        for i in range(start, count, stride):
+            first, end = i * self.batch_size, min((i + 1) * self.batch_size, len(order))
+            rows = ranks.share(end - first) if self.shared else slice(0, end - first)
+            here = slice(first + rows.start, first + rows.stop)
+            yield _Plan(order[here], None if draws is None else draws[here], derived_seed(*key, i), rows.start)
 
     def _pass(self, samples: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """All of `samples` in an order, and the draws of their augmentation (empty without one)."""
@@ -199,10 +210,10 @@ class Batches:
         def keys() -> Iterator[list[int]]:
             for plan in plans:
                 pending.append(plan)
-                yield [plan.seed, *plan.index.tolist()]
+                yield [plan.seed, plan.first, *plan.index.tolist()]
 
         loader: DataLoader = DataLoader(
-            _Fetch(split.storage),  # type: ignore[arg-type]
+            _Fetch(split.storage, draws=split.yields_labels),  # type: ignore[arg-type]
             batch_sampler=keys(),  # type: ignore[arg-type]
             num_workers=split.workers,
             collate_fn=_as_is,
@@ -217,18 +228,26 @@ class Batches:
 
 
 class _Fetch:
-    """A batch of a map-style dataset from a key `[seed, *indices]`, its random transforms seeded by `seed`."""
+    """Samples of a map-style dataset from a key `[seed, first, *indices]`, the first of them at that place of a batch.
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    Where it `draws`, a sample's random transforms are seeded by the seed of the batch and the sample's place in it, so
+    that parts of a batch are what they are in the whole.
+    """
+
+    def __init__(self, dataset: Any, draws: bool) -> None:
+        self.dataset, self.draws = dataset, draws
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, key: list[int]) -> tuple[Tensor, Tensor | None]:
-        seed, *indices = key
+        seed, first, *indices = key
+        items = []
         with global_rng(seed):
-            items = [self.dataset[i] for i in indices]
+            for place, i in enumerate(indices, first):
+                if self.draws:
+                    _seed_all(derived_seed(seed, place))
+                items.append(self.dataset[i])
         if isinstance(items[0], Tensor):
             return stacked(items, "inputs"), None
         return stacked([torch.as_tensor(x) for x, *_ in items], "inputs"), torch.tensor([int(y) for _, y, *_ in items])

@@ -62,8 +62,8 @@ class LoaderBatches:
         """Batches an epoch."""
         return self._length
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches `start`, `start + 1`, ... of one epoch."""
+    def epoch(self, epoch: int, start: int = 0, stride: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches `start`, `start + stride`, ... of one epoch."""
         with global_rng(derived_seed(self.seed, self.stream, epoch)):
             batches = iter(self.loader)
         for i in range(len(self)):
@@ -71,7 +71,7 @@ class LoaderBatches:
                 batch = next(batches, None)
             if batch is None:
                 return
-            if i >= start:
+            if i >= start and (i - start) % stride == 0:
                 yield self._checked(batch, i)
 
     def forever(self, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from metacal.config.files import plain_keys
 from metacal.config.resolve import flat
 from metacal.errors import InputError, note, require
 from metacal.runs.folder import RunFolder
-from metacal.runs.naming import NOT_IN_NAME
+from metacal.runs.naming import says_where
 
 __all__ = ["recorded_config", "require_same_config", "stated_config", "translated"]
 
@@ -137,5 +137,4 @@ def require_same_config(config: Config, folder: RunFolder) -> None:
 def _differing(old: Config, new: Config) -> list[str]:
     """The dotted keys whose values differ, but for those that say where and how a run is watched."""
     a, b = flat(asdict(old)), flat(asdict(new))
-    aside = NOT_IN_NAME - {"seed", "method"}
-    return [key for key in sorted(a.keys() | b.keys()) if key not in aside and a.get(key) != b.get(key)]
+    return [key for key in sorted(a.keys() | b.keys()) if not says_where(key) and a.get(key) != b.get(key)]

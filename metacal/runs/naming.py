@@ -11,7 +11,7 @@ from metacal.config import Config
 from metacal.errors import require
 from metacal.runs.folder import RunFolder
 
-__all__ = ["NOT_IN_NAME", "folder_of", "run_name"]
+__all__ = ["NOT_IN_NAME", "folder_of", "run_name", "says_where"]
 
 # Keys that say where and how a run is watched, not what it computes: they do not enter its name.
 NOT_IN_NAME = {
@@ -31,6 +31,12 @@ NOT_IN_NAME = {
 }
 
 
+def says_where(key: str) -> bool:
+    """Whether a key says where and how a run is made, and not what it is: one that goes on may have another value."""
+    launches = key.startswith("launch.") and key != "launch.batchnorm"  # which changes what is computed
+    return launches or key in NOT_IN_NAME - {"method", "seed"}
+
+
 def run_name(method: str, overrides: Sequence[str]) -> str:
     """The folder name that tells a run from its siblings: the method, then the overridden keys in order.
 
@@ -40,7 +46,7 @@ def run_name(method: str, overrides: Sequence[str]) -> str:
     words = []
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key not in NOT_IN_NAME and key.split(".")[0] != "monitor":
+        if key not in NOT_IN_NAME and not says_where(key) and key.split(".")[0] != "monitor":
             words.append(f"{key}={Path(value).name if key.endswith('path') else value}")
     words.sort()
     name = ",".join([method, *words])

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from metacal.config.resolve import complete, flat
 from metacal.config.words import config_dir
-from metacal.runs.naming import NOT_IN_NAME
+from metacal.runs.naming import says_where
 
 __all__ = [
     "defaults_of",
@@ -31,9 +31,9 @@ __all__ = [
 # Parts of the config that belong to methods, and those whose name chooses a YAML of defaults.
 _OF_METHODS = ("loss", "gamma", "meta", "penalties")
 _CHOICES = ("data", "model", "optimizer", "schedule")
-# Beside NOT_IN_NAME, keys that cannot change what a run computes: where its data lie and how they are fetched (what
-# they are, fingerprints tell), and what is kept.
-_BOOKKEEPING = (NOT_IN_NAME - {"method"}) | {"keep_every", "data.path", "data.download", "data.storage", "data.workers"}
+# Beside keys that say where a run is made, those that cannot change what it computes: where its data lie and how they
+# are fetched (what they are, fingerprints tell), and what is kept.
+_BOOKKEEPING = {"seed", "keep_every", "data.path", "data.download", "data.storage", "data.workers"}
 _MAIN = ("data.name", "data.train_size", "data.batch_size", "model.name", "optimizer.name", "optimizer.lr", "epochs")
 
 
@@ -46,7 +46,7 @@ class Configured(Protocol):
 
 def is_bookkeeping(key: str) -> bool:
     """Whether a dotted key cannot change a result. Monitors only watch, but for the epochs that can be selected."""
-    return key in _BOOKKEEPING or (key.startswith("monitor.") and key != "monitor.val_every")
+    return key in _BOOKKEEPING or says_where(key) or (key.startswith("monitor.") and key != "monitor.val_every")
 
 
 def show_value(value: Any) -> str:

@@ -136,8 +136,10 @@ def _ending(job: Job, status: int, asked: bool) -> str:
 def _start(job: Job, threads: int, gpu: str | None) -> subprocess.Popen[bytes]:
     file = [job.config_file] if job.config_file else []
     chosen = job.config.threads  # what the run's own words say counts
+    ranks = job.config.launch.ranks or 1
+    threads = max(1, threads // ranks)
     environment = os.environ | {"OMP_NUM_THREADS": str(chosen or threads)}
-    if gpu is not None and job.config.device in ("auto", "cuda"):
+    if gpu is not None and ranks == 1 and job.config.device in ("auto", "cuda"):
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     job.folder.path.mkdir(parents=True, exist_ok=True)
     with open(job.folder.log, "a") as log:

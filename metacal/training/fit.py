@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from metacal import deploy
+from metacal import deploy, ranks
 from metacal.calibration import TemperatureScaling
 from metacal.config import Config, DataConfig
 from metacal.config.compose import compose, to_yaml
@@ -237,6 +237,10 @@ def _as_word(log: Sequence[str] | None) -> str | None:
 def _check(model: Any, callbacks: Sequence[Any], run_dir: str | Path | None, log: Sequence[str], given: bool) -> None:
     """given: whether `log` was, and is not the default."""
     require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, got {type(model).__name__}")
+    require(
+        ranks.size() == 1,
+        "metacal.fit trains in one process: several ranks are for `metacal train`, or for MetaStep in your own loop",
+    )
     for callback in callbacks:
         require(callable(callback), f"callbacks must be functions of what a validation measured, got {callback!r}")
     require(not given or run_dir is not None, f"log={list(log)} needs a run_dir, where the run's id is kept")

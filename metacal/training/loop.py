@@ -10,18 +10,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from metacal import ranks
+from metacal.batchnorm import average_statistics
 from metacal.bilevel import NonFiniteError
 from metacal.bilevel.reading import Report, read_all
 from metacal.config import Config
 from metacal.config.parts import needs_meta, schedule_of
 from metacal.data import Batches
+from metacal.data.batches import derived_seed
 from metacal.errors import InputError, RunError
 from metacal.margins import true_margin
 from metacal.monitors import State, Watch
 from metacal.optim.schedule import factor_at
-from metacal.predict import predict
+from metacal.predict import predict_epoch
 from metacal.report.figures import gamma_scatter, reliability_diagram
 from metacal.runs import checkpoint
 from metacal.runs.folder import RunFolder
@@ -51,10 +55,15 @@ def train(
 ) -> tuple[Progress, dict[str, Tensor]]:
     """Train `parts` as `config` says and return the progress and the weights of the epoch that `config.select` chooses.
 
+    Several ranks (`metacal.ranks`) run this in step, each on its share of every batch. The first one measures, logs and
+    writes, and what depends on a measurement or on the clock is its decision. Its random stream is that of one process;
+    the others draw theirs anew for each step, so that a checkpoint holds nothing of them.
+
     Args:
         folder: where checkpoints go; None keeps everything in memory.
         progress: of the checkpoint that `parts` were restored from; None starts at the beginning.
-        stop: called after every step; when it returns true, the state is saved and KeyboardInterrupt raised.
+        stop: called after every step; when it returns true, on all ranks alike, the state is saved and
+            KeyboardInterrupt raised.
         after_validation: called with what a validation measured; when it returns true, the training ends there.
 
     Raises:
@@ -103,7 +112,8 @@ class _Training:
         self.save_every = max(1, round(config.checkpoint_every * self.per_epoch))
         self.state = State(parts.backbone, p.step, p.epoch, parts.optimizer)
         self.running: RunningMeasures | None = None
-        if config.monitor.name != "off" and config.data.mixup == 0:  # a mixed sample has no one label
+        one_label = config.data.mixup == 0  # a mixed sample has two
+        if config.monitor.name != "off" and one_label and ranks.is_first():
             self.running = RunningMeasures(config.monitor.n_bins)
             if p.running:
                 self.running.load_state_dict(p.running)
@@ -112,7 +122,8 @@ class _Training:
             self.notes.load_state_dict(p.outer)
         self.unread: list[tuple[int, Report]] = []  # what steps reported and nobody has looked at, by number
         self.best = best_weights(folder, p)
-        self.config_text = "" if folder is None else folder.config.read_text()  # each checkpoint has a copy
+        self.writes = folder is not None and ranks.is_first()
+        self.config_text = folder.config.read_text() if folder is not None and self.writes else ""  # in each checkpoint
         self.meta_stream: Iterator[tuple[Tensor, ...]] | None = None
         visits = isinstance(parts.meta, Batches) and parts.meta.visits is not None
         self.meta_folds = parts.meta if visits else None  # each epoch has meta images of its own
@@ -126,6 +137,8 @@ class _Training:
         for group, lr in zip(self.parts.optimizer.param_groups, self.base_lrs):
             group["lr"] = lr * factor
         step.epoch = p.epoch + p.batch / self.per_epoch
+        if ranks.rank() > 0:
+            torch.manual_seed(derived_seed(self.config.seed, "rank", ranks.rank(), p.step))
         log_due = (p.step + 1) % self.config.monitor.log_every == 0
         if log_due:
             step.detail()
@@ -147,7 +160,9 @@ class _Training:
         with _naming_the_step(p, self.folder, "measuring"):
             if self.running is not None and step.last is not None:
                 self.running.add(step.last.logits, step.last.labels, step.last.gamma, values.raw.get("skipped", 0.0))
-            self.log.scalars(self.watch.measure(state, validation=False), p.step, p.epoch)
+            if ranks.is_first():
+                with ranks.alone():
+                    self.log.scalars(self.watch.measure(state, validation=False), p.step, p.epoch)
         self.console.step(p.step)
 
     def _take_in(self) -> None:
@@ -194,11 +209,12 @@ class _Training:
     def save(self) -> None:
         p, self.owed = self.p, False
         self._conclude()
+        average_statistics(self.parts.backbone)
         p.seconds = time.perf_counter() - self.started
         p.running = {} if self.running is None else self.running.state_dict()
         p.outer = self.notes.state_dict()
         require_finite_weights(self.parts.backbone, p.step, self.folder)
-        if self.folder is not None:
+        if self.folder is not None and self.writes:
             state = complete_state(self.parts, p, self.watch, self.log, self.config_text)
             checkpoint.save(self.folder.last, state)
 
@@ -206,8 +222,9 @@ class _Training:
         """Update what learns once an epoch, validate and save, each where it is due."""
         p, parts, config, folder = self.p, self.parts, self.config, self.folder
         self._conclude()
+        average_statistics(parts.backbone)
         if parts.held_out is not None and parts.gamma is not None:
-            parts.gamma.update(predict(parts.backbone, parts.held_out.epoch(p.epoch)))  # type: ignore[operator]
+            parts.gamma.update(predict_epoch(parts.backbone, parts.held_out, p.epoch))  # type: ignore[operator]
         p.epoch, p.batch, p.outer_in_epoch = p.epoch + 1, 0, 0
         if self.meta_folds is not None:
             self.meta_stream = None
@@ -215,7 +232,7 @@ class _Training:
             self._validate()
             p.ended = config.patience is not None and p.epoch - p.best_epoch >= config.patience
             p.ended |= after_validation is not None and after_validation(dict(self.log.history[-1]))
-        if folder is not None and config.keep_every and p.epoch % config.keep_every == 0:
+        if folder is not None and self.writes and config.keep_every and p.epoch % config.keep_every == 0:
             save_weights(folder.checkpoint(p.epoch), parts.backbone.state_dict(), p, self.config_text)
         due = p.epoch * self.per_epoch % self.save_every == 0 or self.save_every < self.per_epoch
         self.owed = self.owed or due
@@ -233,7 +250,7 @@ class _Training:
         if p.best_epoch == 0 or value < p.best_score:
             p.best_score, p.best_nll, p.best_epoch = value, values["val/nll"], p.epoch
             self.best = copy.deepcopy(dict(parts.backbone.state_dict()))
-            if self.folder is not None:
+            if self.folder is not None and self.writes:
                 save_weights(self.folder.best, self.best, p, self.config_text)
         shown = {k.removeprefix("val/"): v for k, v in values.items()}
         self.console.epoch(p.epoch, shown, ("accuracy", "nll", "ece"))
@@ -244,7 +261,7 @@ class _Training:
         p.seconds = time.perf_counter() - self.started
         if self.config.monitor.figures_every:
             if state.val is None:  # the run had stopped after its last validation
-                state.val, state.epoch = predict(self.parts.backbone, self.parts.val.epoch(0)), p.epoch
+                state.val, state.epoch = predict_epoch(self.parts.backbone, self.parts.val), p.epoch
             self.log.figures(_figures(self.config, state, self.running), p.step)
         self.console.stop()
 
@@ -306,12 +323,15 @@ def _validate(
     config: Config, p: Progress, parts: Parts, state: State, watch: Watch, running: RunningMeasures | None, log: RunLog
 ) -> dict[str, float]:
     """Predictions on val, every monitor that is due, histograms and figures."""
-    state.val = predict(parts.backbone, parts.val.epoch(0))
+    state.val = predict_epoch(parts.backbone, parts.val)
     state.epoch = p.epoch
-    values = watch.measure(state, validation=True)
-    values |= scaled_values(config.select, state.val, config.monitor.n_bins)
-    if running is not None:
-        values |= running.values()
+    values: dict[str, float] = {}
+    if ranks.is_first():
+        with ranks.alone():
+            values = watch.measure(state, validation=True)
+        values |= scaled_values(config.select, state.val, config.monitor.n_bins)
+        values |= {} if running is None else running.values()
+    values = ranks.broadcast_object(values)
     log.scalars(values, p.step, p.epoch)
     log.history.append({"step": p.step, "epoch": p.epoch, **values})
     m = config.monitor

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import resource
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from metacal import deploy
+from metacal import deploy, ranks
+from metacal.batchnorm import synchronise
 from metacal.config import Config
 from metacal.config.compose import to_yaml
 from metacal.data import Batches, Data
 from metacal.errors import InputError, note, require
 from metacal.monitors import MONITORS, Monitor, Watch, Watched
 from metacal.options import made
-from metacal.predict import predict
+from metacal.predict import predict_epoch
 from metacal.predictions import Predictions
 from metacal.report.report import Report
 from metacal.report.tables import methods_table
@@ -50,6 +50,7 @@ from metacal.training.setup import (
 )
 from metacal.training.sinks import require_sinks
 from metacal.training.state import Progress, restore
+from metacal.training.together import require_alike, require_rows, stop_on_signals
 
 __all__ = ["Outcome", "build_watch", "run", "show_together"]
 
@@ -81,6 +82,8 @@ def run(
 ) -> Outcome:
     """Train the run that `config` describes in `folder`, going on from its last checkpoint if there is one.
 
+    Where several ranks work together, all of them call this. The first one looks at the folder and writes to it.
+
     Args:
         overrides, config_file: the words and the file that `config` was composed of. A run records them as its command
             when it starts, and keeps them when it goes on by other words.
@@ -90,23 +93,33 @@ def run(
         InputError: bad input, before anything is written.
         RunError: the run had to stop; checkpoints stay.
     """
-    if outcome := _finished(config, folder, reuse):
+    if outcome := ranks.broadcast_object(ranks.is_first() and _finished(config, folder, reuse)):
         return outcome
     require_sinks(config.log)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
+    if config.data.download and not ranks.is_first():
+        ranks.barrier()  # until the first one has downloaded
     data = prepare_data(config, device)
+    if config.data.download and ranks.is_first():
+        ranks.barrier()
     backbone = build_backbone(config, data, device)
+    if ranks.size() > 1 and config.launch.batchnorm == "all":
+        synchronise(backbone)
     train_batches, meta_batches = training_batches(config, data)
+    require_rows(train_batches, meta_batches)
     parts = build_parts(
         config, backbone, train_batches, meta_batches, evaluation_batches(data.val), pixels=pixels_of(data)
     )
     watch = build_watch(config, parts)
-    folder.create()
-    with folder.locked():
+    if ranks.size() > 1:
+        require_alike(data, parts.backbone)
+    if ranks.is_first():
+        folder.create()
+    with folder.locked() if ranks.is_first() else nullcontext():
         # Another process may have started and ended this run while the parts were made.
-        if outcome := _finished(config, folder, reuse):
+        if outcome := ranks.broadcast_object(ranks.is_first() and _finished(config, folder, reuse)):
             return outcome
         command = ["metacal", "train", *([str(config_file)] if config_file else []), *overrides]
         return _run_in(folder, config, data, parts, watch, shlex.join(command))
@@ -140,23 +153,18 @@ def _finished(config: Config, folder: RunFolder, reuse: bool) -> Outcome | None:
 def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: Watch, command: str) -> Outcome:
     """The run itself, with all of its parts at hand and the folder its own."""
     state = None
-    if folder.interrupted and not config.overwrite:
+    if ranks.broadcast_object(folder.interrupted and not config.overwrite):
         state = checkpoint.load(folder.last, parts.device)
     progress = restore(parts, watch, state, str(folder.last)) if state else Progress()
     if state is None:
-        folder.clear()
-        # How this command was given is not part of what a later one should repeat.
-        folder.write_config(to_yaml(replace(config, overwrite=False, resume=None, run_dir=None, baselines=[])))
-        folder.write_command(command)
         torch.manual_seed(config.seed)  # what dropout draws from
-    else:
-        command = folder.read_command() or command
-        _mend(folder, state)
+    if ranks.is_first():
+        command = _write_start(folder, config, command, state)
 
     if config.progress:
         print(_introduced(config, data, parts, folder), flush=True)
     logged = state and state.get("log", state)  # older ones: beside the rest
-    log = RunLog(folder.path, progress.step, logged, config.log)
+    log = RunLog(folder.path if ranks.is_first() else None, progress.step, logged, config.log)
     console = ConsoleLog(
         f"{config.method} seed {config.seed}",
         config.epochs * len(parts.train),
@@ -165,15 +173,21 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
     )
     log.start(config, command)
     try:
-        with _stop_on_signals() as stop:
+        with stop_on_signals() as stop:
             progress, best = train(config, parts, watch, log, console, folder, progress, stop)
         began = time.perf_counter()
-        last = _at_last_epoch(config, data, parts, folder)
+        last = _predicted(data, parts)
         parts.backbone.load_state_dict(best)
-        summary = last | _measure(config, data, parts, progress, folder, log)
-        summary |= {"time/test_s": time.perf_counter() - began}
-        summary |= {"command": command, "versions": versions(), "parameters": _count(parts)}
-        folder.write_summary(summary)
+        selected = _predicted(data, parts)
+        memory = max(ranks.gather_objects(_peak_memory_mb(parts.device)))
+        summary: dict[str, Any] = {}
+        if ranks.is_first():
+            summary |= _at_last_epoch(config, last, folder)
+            summary |= _measure(config, data, parts, progress, selected, folder, log)
+            summary |= {"memory/peak_mb": memory, "time/test_s": time.perf_counter() - began, "ranks": ranks.size()}
+            summary |= {"command": command, "versions": versions(), "parameters": _count(parts)}
+            folder.write_summary(summary)
+        summary = ranks.broadcast_object(summary)
     except KeyboardInterrupt:
         how = shlex.join(["metacal", "train", f"resume={folder.path}"])
         console.line(f"interrupted; what was saved goes on with: {how}")
@@ -182,6 +196,20 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
         console.stop()
         log.close()
     return Outcome(folder, summary, status=0)
+
+
+def _write_start(folder: RunFolder, config: Config, command: str, state: Mapping[str, Any] | None) -> str:
+    """Prepare the folder for a run that starts, or that goes on from `state`; returns the command that started it."""
+    if state is not None:
+        _mend(folder, state)
+        return folder.read_command() or command
+    folder.clear()
+    # How this command was given is not part of what a later one should repeat.
+    launch = replace(config.launch, ranks=None)
+    config = replace(config, overwrite=False, resume=None, run_dir=None, baselines=[], launch=launch)
+    folder.write_config(to_yaml(config))
+    folder.write_command(command)
+    return command
 
 
 def _introduced(config: Config, data: Data, parts: Parts, folder: RunFolder) -> str:
@@ -194,7 +222,7 @@ def _introduced(config: Config, data: Data, parts: Parts, folder: RunFolder) -> 
     return (
         f"data: {data.name}, {kind}: {shown}; {data.n_classes} classes\n"
         f"model: {config.model.name}, {sizes['backbone']:,} parameters{source}; method: {config.method}; "
-        f"device: {parts.device}\n"
+        f"device: {parts.device}{f', {ranks.size()} ranks' if ranks.size() > 1 else ''}\n"
         f"run folder: {folder.path}"
     )
 
@@ -238,15 +266,14 @@ def build_watch(config: Config, parts: Parts) -> Watch:
 def _predicted(data: Data, parts: Parts) -> dict[str, Predictions]:
     """Of the weights that `parts` hold now, on val and test."""
     batches = {"val": parts.val, "test": evaluation_batches(data.test)}
-    return {name: predict(parts.backbone, of_split.epoch(0)) for name, of_split in batches.items()}
+    return {name: predict_epoch(parts.backbone, of_split) for name, of_split in batches.items()}
 
 
-def _at_last_epoch(config: Config, data: Data, parts: Parts, folder: RunFolder) -> dict[str, float]:
+def _at_last_epoch(config: Config, predicted: Mapping[str, Predictions], folder: RunFolder) -> dict[str, Any]:
     """The test split at the last epoch, ``last/…``, with its own temperature and without intervals; saves predictions.
 
     It is for comparison only: that test is read for it too changes nothing of the run.
     """
-    predicted = _predicted(data, parts)
     for name, p in predicted.items():
         p.save(folder.predictions(name, "last"))
     report = Report(predicted["test"], predicted["val"], n_bins=config.monitor.n_bins, resamples=0)
@@ -254,10 +281,15 @@ def _at_last_epoch(config: Config, data: Data, parts: Parts, folder: RunFolder) 
 
 
 def _measure(
-    config: Config, data: Data, parts: Parts, progress: Progress, folder: RunFolder, log: RunLog
+    config: Config,
+    data: Data,
+    parts: Parts,
+    progress: Progress,
+    predicted: Mapping[str, Predictions],
+    folder: RunFolder,
+    log: RunLog,
 ) -> dict[str, Any]:
-    """Fit the temperature on val, read test once, and write predictions, figures and the HParams entry."""
-    predicted = _predicted(data, parts)
+    """Fit the temperature on val, measure test, and write predictions, figures and the HParams entry."""
     m = config.monitor
     report = Report(predicted["test"], predicted["val"], n_bins=m.n_bins, resamples=m.resamples)
     for name, p in predicted.items():
@@ -282,7 +314,6 @@ def _measure(
         "steps": progress.step,
         "skipped_steps": parts.step.skipped,
         "time/train_s": progress.seconds,
-        "memory/peak_mb": _peak_memory_mb(parts.device),
         "device": str(parts.device),
         "val_is_fitted": data.meta_from == "val",
         "data": {
@@ -316,33 +347,11 @@ def _peak_memory_mb(device: torch.device) -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-@contextmanager
-def _stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Within it, the first Ctrl-C or SIGTERM only asks to stop after the current step; a second Ctrl-C interrupts."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: Any) -> None:
-        asked.append(number)
-        signal.signal(signal.SIGINT, previous[signal.SIGINT])
-
-    previous: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, ask)
-    except ValueError:  # not in the main thread: signals are somebody else's
-        previous = {}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for which, handler in previous.items():
-            signal.signal(which, handler)
-
-
 def show_together(outcomes: Sequence[Outcome]) -> int:
     """The table of several runs on the same test split, what it means in words, where their pictures lie, and how to
     open TensorBoard.
     """
-    console = Console()
+    console = Console(file=sys.stdout)
     console.print(methods_table({o.summary["method"]: o.summary for o in outcomes}))
     for o in outcomes:
         if said := meaning(o.summary):

@@ -98,10 +98,11 @@ def train_batches(config: Config, split: Split, set_aside: int = 0, folds: Folds
         set_aside: how many images were taken from the split for meta. folds: those of the split that are held out.
     """
     if optimizer_of(config).whole_set:
-        return Batches(split, len(split), config.seed, "train", shuffle=False)
+        return Batches(split, len(split), config.seed, "train", shuffle=False, shared=True)
     size = config.data.batch_size
     steps = max(1, (len(split) + set_aside) // size)
-    return Batches(split, size, config.seed, "train", steps=steps, visits=None if folds is None else folds.others)
+    visits = None if folds is None else folds.others
+    return Batches(split, size, config.seed, "train", steps=steps, visits=visits, shared=True)
 
 
 def meta_batches(config: Config, split: Split, folds: Folds | None = None) -> Batches | None:
@@ -114,9 +115,10 @@ def meta_batches(config: Config, split: Split, folds: Folds | None = None) -> Ba
     count = len(split) if folds is None else folds.least
     size, augment = min(config.data.meta_batch_size or META_BATCH_LIMIT, count), config.data.meta_augment
     if folds is None:
-        return Batches(split, size, config.seed, "meta", augment=augment)
+        return Batches(split, size, config.seed, "meta", augment=augment, shared=True)
     # As many in each pass over a fold, though folds differ by one sample.
-    return Batches(split, size, config.seed, "meta", augment=augment, steps=count // size, visits=folds.held_out)
+    steps, visits = count // size, folds.held_out
+    return Batches(split, size, config.seed, "meta", augment=augment, steps=steps, visits=visits, shared=True)
 
 
 def fixed_subset(split: Split, size: int, name: str) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,22 @@ def test_ties_go_to_the_lowest_index_for_every_width(k, make):
     assert torch.equal(p.correct, lowest == labels)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("k", [3, 65])
+def test_a_zero_with_a_sign_is_a_zero_and_a_negative_entry_is_found_wherever_it_is(k, dtype):
+    probs = torch.rand(50, k, dtype=dtype).softmax(1)
+    signed = probs.clone()
+    signed[7] = torch.tensor([-0.0, 0.25, 0.75] + [-0.0] * (k - 3))
+    p = Predictions.from_probabilities(signed, torch.full((50,), 2))
+    assert p.confidence[7] == 0.75 and p.correct[7]
+    assert torch.equal(p.confidence, signed.double().amax(1)) and torch.equal(p.correct, signed.argmax(1) == 2)
+    for row, wrong in ((7, -1e-30), (31, -0.5), (49, math.nan), (0, math.inf)):
+        bad = signed.clone()
+        bad[row, k - 1] = wrong
+        with pytest.raises(InputError, match=f"in row {row};"):
+            Predictions.from_probabilities(bad, torch.full((50,), 2))
+
+
 @pytest.mark.parametrize("convert", [np.asarray, list, tuple, torch.tensor])
 def test_arrays_lists_and_tensors_give_the_same(convert):
     p = Predictions.from_logits(convert(LOGITS), convert([0, 1, 2]))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from metacal.autodiff.graph import is_leaf, kind_of, nodes_of
+from metacal.curvature.loss import LogitLoss, logit_pullback, logit_trace
 from metacal.curvature.structure import slopes_of
 
 __all__ = ["Chain", "Head", "chain_from", "ends_in_linear", "head_from"]
@@ -57,6 +58,21 @@ class Chain:
             total = total + self.beta[l - 1] * d.square().sum((1, 2))
         return total
 
+    def gauss_newton_exact(self, z: Tensor, loss: LogitLoss) -> Tensor:
+        """tr(J_nᵀ S_n J_n), (n,): Σ_l β_l tr Q_l as for the residual, but with Q_L = S_n and no other source.
+
+        O(K · width) an example with one hidden layer, and O((K + width) · width²) with more.
+        """
+        total = self.beta[-1] * logit_trace(z, loss)
+        if not self.depth:
+            return total
+        q = _scaled(logit_pullback(z, self.weights[-1], loss, self.depth == 1), self.slope[-1])
+        for l in range(self.depth, 0, -1):
+            total = total + self.beta[l - 1] * _trace(q)
+            if l > 1:
+                q = _scaled(_pulled(q, self.weights[l - 1], l == 2), self.slope[l - 2])
+        return total
+
     def sources(self, u: Tensor) -> list[Tensor]:
         """φ''(h_l) ∘ δ_l for each hidden layer, given u = N ∂L/∂z (n, K)."""
         out, d = [], u
@@ -72,21 +88,13 @@ class Chain:
         total = torch.zeros_like(self.beta[-1])
         if not c:
             return total
-        q = c[-1]  # the diagonal of Q, or all of it once `full`
-        full = False
+        q = c[-1]
         for l in range(self.depth, 0, -1):
-            diagonal = q.diagonal(dim1=1, dim2=2) if full else q
-            total = total + self.beta[l - 1] * diagonal.sum(1)
-            if l == 1:
-                break
-            w, slope = self.weights[l - 1], self.slope[l - 2]
-            if l == 2:  # only the diagonal of Q_1 matters
-                pulled = ((q @ w) * w).sum(1) if full else q @ w.square()
-                q, full = pulled * slope.square() + c[l - 2], False
-            else:
-                pulled = w.T @ q @ w if full else (w.T * q[:, None]) @ w
-                q = pulled * slope[:, :, None] * slope[:, None] + torch.diag_embed(c[l - 2])
-                full = True
+            total = total + self.beta[l - 1] * _trace(q)
+            if l > 1:
+                last = l == 2  # only the diagonal of Q_1 matters
+                q = _scaled(_pulled(q, self.weights[l - 1], last), self.slope[l - 2])
+                q = q + (c[l - 2] if last else torch.diag_embed(c[l - 2]))
         return total
 
     def residual_sampled(self, u: Tensor, signs: Sequence[Tensor], smooth: bool = False) -> Tensor:
@@ -107,6 +115,26 @@ class Chain:
             s, t = s + signs[l] * (c / r), t + signs[l] * r
             total = total + self.beta[l] * (s * t).sum(1)
         return total
+
+
+# A symmetric matrix an example is given by all its entries (n, w, w), or by its diagonal (n, w) where it is diagonal or
+# no more of it is needed.
+
+
+def _trace(q: Tensor) -> Tensor:
+    return (q if q.ndim == 2 else q.diagonal(dim1=1, dim2=2)).sum(1)
+
+
+def _pulled(q: Tensor, w: Tensor, diagonal: bool) -> Tensor:
+    """Wᵀ Q W for W (out, in), or its `diagonal`."""
+    if diagonal:
+        return q @ w.square() if q.ndim == 2 else ((q @ w) * w).sum(1)
+    return (w.T * q[:, None]) @ w if q.ndim == 2 else w.T @ q @ w
+
+
+def _scaled(q: Tensor, slope: Tensor) -> Tensor:
+    """Φ' Q Φ' for φ' (n, w)."""
+    return q * slope.square() if q.ndim == 2 else q * slope[:, :, None] * slope[:, None]
 
 
 # -- reading it off a graph ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ operation on them does no harm; an input that was overwritten sends its layer do
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,12 +46,14 @@ __all__ = [
     "column_norms",
     "examples_depend",
     "gram_of",
+    "n_classes",
     "per_example_gram",
 ]
 
 CACHE_BLOCK = 64
 BLOCK = 1 << 23  # entries of a temporary array; larger batches are worked off in blocks
 CPU_BLOCK = 1 << 20  # the same for patches and cotangents on a CPU: what fits its caches takes half the time
+LOGITS = 1 << 22  # entries of the logits of a block
 COTANGENTS = 1 << 26  # entries of the cotangents at all layers that are held at a time
 
 
@@ -141,15 +144,22 @@ def cache_block(problem: Problem, share: int = 1) -> int | None:
     """Examples to work on at a time where nobody asked for chunks, or None for all at once.
 
     Convolutions on a CPU run faster on blocks that fit the caches (measured on ResNet-20 and 512 images: half to two
-    thirds of the time of all at once). Only where examples are independent; inside `problem.math()`.
+    thirds of the time of all at once), and logits of many classes are many numbers: `LOGITS` at a time. Only where
+    examples are independent; inside `problem.math()`.
     """
-    size = CACHE_BLOCK // share
+    size, n = CACHE_BLOCK // share, len(problem)
+    if n <= size or problem.randomness != "refuse" or examples_depend(problem) is not None:
+        return None
     convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in problem.model.modules())
-    if not convolutional or len(problem) <= size:
-        return None
-    if problem.x.device.type != "cpu" or problem.randomness != "refuse" or examples_depend(problem) is not None:
-        return None
-    return size
+    rows = max(1, LOGITS // (share * n_classes(problem)))
+    block = min(rows, size) if convolutional and problem.x.device.type == "cpu" else rows
+    return block if block < n else None
+
+
+def n_classes(problem: Problem) -> int:
+    """K."""
+    with torch.no_grad():
+        return problem.logits(x=problem.x[:1]).shape[1]
 
 
 def capture(problem: Problem, graph: bool = False) -> Captured:
@@ -370,8 +380,9 @@ def column_norms(captured: Captured, columns: Sequence[Tensor], graph: bool = Fa
 
     graph: to be differentiated in θ, of a pass `capture`d for it.
     """
-    size = sum(s.a.numel() for s in captured.sites)
-    group = max(1, min(len(columns), COTANGENTS // max(1, size)))
+    z = captured.z
+    size = max(z.numel(), sum(s.a.numel() for s in captured.sites))
+    group = max(1, min(len(columns), COTANGENTS // size, math.isqrt(COTANGENTS // len(z))))
     total: Tensor | None = None
     for i in range(0, len(columns), group):
         gram = per_example_gram(captured, torch.stack(list(columns[i : i + group]), 1), graph)

@@ -14,6 +14,7 @@ Gauss-Newton matrix. Such an S has no root: what needs one is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,14 +27,17 @@ from metacal.losses import PROBABILITY_FLOOR
 
 __all__ = [
     "LOSSES",
+    "FactorColumns",
     "Focal",
     "LabelSmoothing",
     "LogitLoss",
     "check_loss",
-    "factor_columns",
+    "factor_rank",
     "logit_factor",
     "logit_gradient",
     "logit_hessian",
+    "logit_pullback",
+    "logit_trace",
     "loss_of_rows",
     "mean_loss",
 ]
@@ -178,25 +182,79 @@ def logit_factor(z: Tensor, e: Tensor, loss: LogitLoss) -> Tensor:
     return root * e - log_p.exp() * (root * e).sum(1, keepdim=True)
 
 
-def factor_columns(z: Tensor, loss: LogitLoss) -> list[Tensor]:
-    """Columns C_c (n, K) with Σ_c C_c C_cᵀ = S_n exactly: as few as its rank, K - 1 or (mse) K.
+class FactorColumns(Sequence[Tensor]):
+    """Columns C_c (n, K) with Σ_c C_c C_cᵀ = S_n exactly: as few as its rank, K - 1 or (mse) K, made when asked for.
 
     Cross-entropy: the Cholesky factor of a multinomial covariance, closed form. With the tail mass
     t_k = Σ_{j≥k} p_j, column k is √(p_k t_{k+1}/t_k) at row k and -p_i/t_{k+1} times that at rows i > k.
     All ratios are taken between logarithms. Raises `InputError` for a focal loss.
     """
+
+    def __init__(self, z: Tensor, loss: LogitLoss) -> None:
+        _require_root(loss)
+        self.z, self.loss = z, loss
+        self._log_p = z.log_softmax(1)
+        self._log_tail = self._log_p.flip(1).logcumsumexp(1).flip(1)
+
+    def __len__(self) -> int:
+        return factor_rank(self.z.shape[1], self.loss)
+
+    def __getitem__(self, c: Any) -> Any:
+        if isinstance(c, slice):
+            return [self[i] for i in range(*c.indices(len(self)))]
+        if not 0 <= c < len(self):
+            raise IndexError(c)
+        column = torch.zeros_like(self.z)
+        if self.loss == "mse":
+            column[:, c] = math.sqrt(2.0 / self.z.shape[1])
+            return column
+        log_p, log_tail = self._log_p, self._log_tail
+        scale = (0.5 * (log_p[:, c] + log_tail[:, c + 1] - log_tail[:, c])).exp()
+        column[:, c] = scale
+        column[:, c + 1 :] = -scale[:, None] * (log_p[:, c + 1 :] - log_tail[:, c + 1, None]).exp()
+        return column
+
+
+def factor_rank(k: int, loss: LogitLoss) -> int:
+    """How many `FactorColumns` there are for K classes."""
+    return k if loss == "mse" else k - 1
+
+
+def logit_pullback(z: Tensor, w: Tensor, loss: LogitLoss, diagonal: bool) -> Tensor:
+    """Wᵀ S_n W for logits z (n, K) and W (K, w): the `diagonal` (n, w), or all of it (n, w, w). Differentiable.
+
+    In O(K w) and O(K w²) an example, with no K × K matrix. Cross-entropy: it is the covariance of the rows of W under
+    p, Σ_k p_k d_k d_kᵀ - d̄ d̄ᵀ, taken about the row of the largest probability. Every term is then as small as the
+    probability of the other classes, so that nothing cancels where that is next to nothing. Raises `InputError` for a
+    focal loss.
+    """
     _require_root(loss)
     n, k = z.shape
     if loss == "mse":
-        eye = torch.eye(k, dtype=z.dtype, device=z.device)
-        return [logit_factor(z, eye[c].expand(n, k), loss) for c in range(k)]
-    log_p = z.log_softmax(1)
-    log_tail = log_p.flip(1).logcumsumexp(1).flip(1)
-    columns = []
-    for c in range(k - 1):
-        scale = (0.5 * (log_p[:, c] + log_tail[:, c + 1] - log_tail[:, c])).exp()
-        column = torch.zeros_like(z)
-        column[:, c] = scale
-        column[:, c + 1 :] = -scale[:, None] * (log_p[:, c + 1 :] - log_tail[:, c + 1, None]).exp()
-        columns.append(column)
-    return columns
+        whole = (w.square().sum(0) if diagonal else w.T @ w) * (2.0 / k)
+        return whole.expand(n, *whole.shape)
+    w = w - w.mean(0)  # S 1 = 0
+    others, top, mass = _others(z)
+    first, moment = w[top], others @ w
+    mean = moment - mass * first
+    if diagonal:
+        return others @ w.square() - 2 * first * moment + mass * first.square() - mean.square()
+    cross = first[:, :, None] * moment[:, None]
+    square = (w.T * others[:, None]) @ w + mass[:, :, None] * first[:, :, None] * first[:, None]
+    return square - cross - cross.transpose(1, 2) - mean[:, :, None] * mean[:, None]
+
+
+def logit_trace(z: Tensor, loss: LogitLoss) -> Tensor:
+    """tr S_n, (n,), with as many digits where one probability is nearly 1. Raises `InputError` for a focal loss."""
+    _require_root(loss)
+    if loss == "mse":
+        return torch.full_like(z[:, 0], 2.0)
+    others, _, mass = _others(z)
+    return (others * (1 - others)).sum(1) + mass[:, 0] * (1 - mass[:, 0])
+
+
+def _others(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """p with 0 in place of the largest (n, K), where that is (n,), and the sum of the others (n, 1)."""
+    top = z.detach().argmax(1)
+    others = z.softmax(1).scatter(1, top[:, None], 0.0)
+    return others, top, others.sum(1, keepdim=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from metacal.curvature.loss import factor_columns, logit_factor
+from metacal.curvature.loss import FactorColumns, factor_rank, logit_factor
 from metacal.curvature.problem import Problem
 
 __all__ = ["Draw", "Estimate", "Probe", "sampled", "signs_at"]
@@ -54,14 +54,13 @@ class Probe:
         """Of samples, by their place in the batch."""
         return signs_at(shape, self.first, (*self.key, probe, place), like)
 
-    def columns(self, z: Tensor) -> tuple[list[Tensor], float]:
+    def columns(self, z: Tensor) -> tuple[Sequence[Tensor], float]:
         """Cotangents (N, K) of the logits, and the weight of each one's squared norm in the mean.
 
         With as many probes as a factor of S has columns these take the place of the signs: they are exact.
         """
-        k = z.shape[1]
-        if self.count >= (k - 1 if self.loss == "cross_entropy" else k):
-            return factor_columns(z, self.loss), 1.0
+        if self.count >= factor_rank(z.shape[1], self.loss):
+            return FactorColumns(z, self.loss), 1.0
         drawn = [logit_factor(z, self.rows(i, 0, tuple(z.shape), z), self.loss) for i in range(self.count)]
         return drawn, 1.0 / self.count
 

@@ -17,7 +17,7 @@ batch) per-example norms mean nothing; the batch form 1/N ‖Σ_n J_nᵀ S_n^½ 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,8 @@ from metacal.curvature.forms import (
     activation_residual,
     closed_form,
 )
-from metacal.curvature.layers import cache_block, capture, column_norms, examples_depend
-from metacal.curvature.loss import Focal, LogitLoss, factor_columns, logit_factor, logit_gradient
+from metacal.curvature.layers import cache_block, capture, column_norms, examples_depend, n_classes
+from metacal.curvature.loss import FactorColumns, Focal, LogitLoss, factor_rank, logit_factor, logit_gradient
 from metacal.curvature.problem import OtherWay, Problem
 from metacal.curvature.products import Curvature
 from metacal.curvature.sampling import Estimate, sampled, signs_at
@@ -57,14 +57,21 @@ def _gn_exact(problem: Problem, straight: bool = False) -> Tensor:
     captured = capture(problem)
     if straight and curved_activations(captured) != []:
         raise OtherWay
-    columns = factor_columns(captured.z.detach(), problem.loss)
+    columns = FactorColumns(captured.z.detach(), problem.loss)
     chain = chain_from(captured.z, problem.params)
     return column_norms(captured, columns) if chain is None else closed_form(chain.detached(), columns)
 
 
-def _exact_parts(problem: Problem, chunk_size: int | None) -> list[Problem]:
-    """Chunks for `_gn_exact`, which holds all columns' cotangents: a quarter of the block that fits the caches."""
+def _exact_parts(problem: Problem, chunk_size: int | None, chain: Chain | None) -> list[Problem]:
+    """Chunks for exact forms: a quarter of the block that fits the caches, for all columns' cotangents are held.
+
+    Of a `chain` with several hidden layers there are columns, or matrices, as wide as these for each example.
+    """
     block = cache_block(problem, share=4)
+    if chain is not None and problem.randomness == "refuse":
+        k, widest = n_classes(problem), max((s.shape[1] for s in chain.slope), default=1)
+        entries = k * widest if chain.depth == 2 else max(k, widest) * (widest if chain.depth > 2 else 1)
+        block = min(block or len(problem), max(1, (1 << 24) // entries))
     if block is not None:
         chunk_size = min(chunk_size or block, block)
     return problem.parts(chunk_size)
@@ -78,7 +85,7 @@ def _batch_gn(c: Curvature, probes: int, seed: int, exact: bool) -> tuple[float,
     """Tr G where examples depend on each other: value, standard error, reverse passes."""
     z, n, loss = c.logits, len(c), c.problem.loss
     if exact:
-        columns = factor_columns(z, loss)
+        columns = FactorColumns(z, loss)
         require(
             n * len(columns) <= MAX_COLUMNS,
             f"exact=True needs {n * len(columns)} reverse passes here, since examples depend on each other "
@@ -163,10 +170,12 @@ def gn_trace(
 
 
 def _gn_estimate(problem: Problem, chunk_size: int | None, probes: int, exact: bool, seed: int) -> Estimate:
-    method = "output space, " + capture(problem.part(slice(0, 1))).method
+    look = capture(problem.part(slice(0, 1)))
+    method = "output space, " + look.method
     if exact:
-        values = torch.cat([_gn_exact(p) for p in _exact_parts(problem, chunk_size)])
-        columns = len(factor_columns(torch.zeros(1, _classes(problem)), problem.loss))
+        chain = chain_from(look.z, problem.params)
+        values = torch.cat([_gn_exact(p) for p in _exact_parts(problem, chunk_size, chain)])
+        columns = factor_rank(look.z.shape[1], problem.loss)
         return Estimate(float(values.double().mean()), 0.0, method + ", exact", columns)
     block = cache_block(problem) if chunk_size is None else chunk_size
     value, stderr = sampled(problem, block, probes, seed, _gn_draw)
@@ -203,11 +212,6 @@ def _operators(problem: Problem, chunk_size: int | None) -> Curvature:
     return Curvature(problem.model, problem.x, problem.y, chunk_size=chunk_size, **options)
 
 
-def _classes(problem: Problem) -> int:
-    with torch.no_grad():
-        return problem.part(slice(0, 1)).logits().shape[1]
-
-
 # -- Hessian -----------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +226,7 @@ def _chain_draw(problem: Problem, first: int, key: tuple[int, ...]) -> Tensor:
 
 def _chain_exact(problem: Problem) -> Tensor:
     chain, z, u = _taken_apart(problem)
-    return closed_form(chain, factor_columns(z, problem.loss), u=u)
+    return closed_form(chain, FactorColumns(z, problem.loss), u=u)
 
 
 def _taken_apart(problem: Problem) -> tuple[Chain, Tensor, Tensor]:
@@ -303,12 +307,12 @@ def hessian_trace(
 
 
 def _hessian_estimate(problem: Problem, chunk_size: int | None, probes: int, exact: bool, seed: int) -> Estimate:
-    form, method, widths = _form_of(problem, exact)
+    form, method, chain = _form_of(problem, exact)
     if form is None:
         return _hessian_products(problem, chunk_size, probes, exact, seed, depend=None)
     if exact:
-        values = torch.cat([form(p) for p in _blocks(problem, chunk_size, widths)])
-        return Estimate(float(values.double().mean()), 0.0, method + ", exact", _classes(problem))
+        values = torch.cat([form(p) for p in _exact_parts(problem, chunk_size, chain)])
+        return Estimate(float(values.double().mean()), 0.0, method + ", exact", n_classes(problem))
     block = cache_block(problem) if chunk_size is None else chunk_size
     value, stderr = sampled(problem, block, probes, seed, form)
     return Estimate(value, stderr, method, probes)
@@ -342,28 +346,17 @@ def _hessian_products(
     return Estimate(value + residual, math.hypot(stderr, noise), method, max(2, probes))
 
 
-def _form_of(problem: Problem, exact: bool) -> tuple[Callable[..., Tensor] | None, str, Sequence[int] | None]:
-    """A draw of Tr H_n, or with `exact` its value, in a form that this network allows; its name; a chain's widths."""
+def _form_of(problem: Problem, exact: bool) -> tuple[Callable[..., Tensor] | None, str, Chain | None]:
+    """A draw of Tr H_n, or with `exact` its value, in a form that this network allows; its name; a chain."""
     look = capture(problem.part(slice(0, 1)))
     chain, sites = chain_from(look.z, problem.params), curved_activations(look)
     if chain is not None:
         sampled_too = chain.depth > 2 and not exact
         method = "closed form, residual sampled" if sampled_too else "closed form"
-        return _chain_exact if exact else _chain_draw, method, [s.shape[1] for s in chain.slope]
+        return _chain_exact if exact else _chain_draw, method, chain
     if sites == []:
         straight = partial(_gn_exact, straight=True)
         return straight if exact else _activation_draw, f"Tr H = Tr G, output space, {look.method}", None
     if sites is None or exact:
         return None, "", None
     return _activation_draw, f"activation space, {look.method}", None
-
-
-def _blocks(problem: Problem, chunk_size: int | None, widths: Sequence[int] | None) -> list[Problem]:
-    """Chunks; with three or more hidden layers small enough for a width × width matrix an example."""
-    if widths is None:
-        return _exact_parts(problem, chunk_size)
-    if len(widths) > 2:
-        chunk_size = min(chunk_size or len(problem), max(1, (1 << 24) // max(widths) ** 2))
-        if problem.randomness == "freeze":
-            return [problem]
-    return problem.parts(chunk_size)

@@ -22,8 +22,8 @@ from metacal.curvature import (
     hessian_trace,
 )
 from metacal.curvature.loss import (
+    FactorColumns,
     LogitLoss,
-    factor_columns,
     logit_factor,
     logit_gradient,
     logit_hessian,
@@ -78,10 +78,10 @@ def test_gradient_and_hessian_in_the_logits_are_autograds(name: str, scale: floa
 def test_the_hessian_of_a_focal_loss_is_indefinite_and_has_no_root() -> None:
     z, y = torch.tensor([[0.0, 6.0, 1.0]], dtype=torch.float64), torch.tensor([0])  # an improbable label
     assert torch.linalg.eigvalsh(hessians(z, y, Focal(2.0)))[0, 0] < -0.01
-    for call in (lambda: logit_factor(z, z, Focal(2.0)), lambda: factor_columns(z, Focal(2.0))):
+    for call in (lambda: logit_factor(z, z, Focal(2.0)), lambda: FactorColumns(z, Focal(2.0))):
         with pytest.raises(InputError, match="which for a focal loss may be indefinite"):
             call()
-    smooth = torch.cat(factor_columns(z, LabelSmoothing(0.3)))
+    smooth = torch.cat(list(FactorColumns(z, LabelSmoothing(0.3))))
     torch.testing.assert_close(smooth.T @ smooth, hessians(z, y, LabelSmoothing(0.3))[0])
 
 

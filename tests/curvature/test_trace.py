@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from metacal.curvature import gn_sharpness, gn_trace, hessian_trace
 from metacal.curvature.layers import capture, per_example_gram
-from metacal.curvature.loss import factor_columns, logit_factor
+from metacal.curvature.loss import FactorColumns, logit_factor, logit_pullback, logit_trace
 from metacal.curvature.problem import Problem
 from metacal.curvature.sampling import signs_at
 from metacal.errors import InputError
@@ -103,12 +104,49 @@ def test_seeds_fix_the_value_and_the_global_generator_is_not_read() -> None:
 def test_factor_of_the_logit_hessian(row: list[float], seed: int) -> None:
     z = torch.tensor([row], dtype=torch.float64)
     s = dense.logit_hessians(z, "cross_entropy")[0]
-    columns = torch.cat(factor_columns(z, "cross_entropy"))
+    columns = torch.cat(list(FactorColumns(z, "cross_entropy")))
     assert len(columns) == len(row) - 1
     assert torch.allclose(columns.T @ columns, s, atol=1e-12)
     eye = torch.eye(len(row), dtype=torch.float64)
     root = torch.cat([logit_factor(z, e[None], "cross_entropy") for e in eye])
     assert torch.allclose(root.T @ root, s, atol=1e-12)
+
+
+@given(
+    st.lists(st.floats(-40, 40), min_size=2, max_size=6),
+    st.integers(0, 1000),
+    st.sampled_from(["cross_entropy", "mse"]),
+)
+def test_logit_hessian_through_a_layer_without_the_matrix(row: list[float], seed: int, loss: str) -> None:
+    """Also in float32, with digits where the others' probability is 1e-17."""
+    z = torch.tensor([row], dtype=torch.float64)
+    w = torch.randn(len(row), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 5
+    columns = torch.cat(list(FactorColumns(z, loss)))
+    through = columns @ w
+    full = (through.T @ through)[None]
+    for dtype, tol in ((torch.float64, 1e-9), (torch.float32, 2e-3)):
+        scale = float(full.diagonal(dim1=1, dim2=2).max())
+        got = logit_pullback(z.to(dtype), w.to(dtype), loss, False).double()
+        torch.testing.assert_close(got, full, rtol=tol, atol=tol * scale)
+        diagonal = logit_pullback(z.to(dtype), w.to(dtype), loss, True).double()
+        torch.testing.assert_close(diagonal, full.diagonal(dim1=1, dim2=2), rtol=tol, atol=tol * scale)
+        trace = columns.square().sum()[None]
+        torch.testing.assert_close(
+            logit_trace(z.to(dtype), loss).double(), trace, rtol=1e-4 if tol > 1e-6 else 1e-9, atol=0
+        )
+
+
+@pytest.mark.parametrize("k", [3, 12])
+@pytest.mark.parametrize("hidden", [1, 2, 3])
+def test_exact_traces_of_perceptrons_with_fewer_and_more_classes_than_units(hidden: int, k: int) -> None:
+    torch.manual_seed(0)
+    sizes = [4, *[5] * hidden, k]
+    layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())][:-1]
+    model, x, y = nn.Sequential(*layers).double(), torch.randn(7, 4).double(), torch.randint(k, (7,))
+    for loss in ("cross_entropy", "mse"):
+        g, h = (f(model, x, y, exact=True, loss=loss) for f in (gn_trace, hessian_trace))
+        assert g.value == pytest.approx(float(dense.ggn(model, x, loss).trace()), rel=1e-10)
+        assert h.value == pytest.approx(float(dense.hessian(model, x, y, loss).trace()), rel=1e-10)
 
 
 def test_factor_survives_underflow_with_a_finite_gradient() -> None:

@@ -177,13 +177,13 @@ def brier(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum_k (p_k - 1[k = y])^2, in [0, 2] (Brier 1950). Shapes `(N, K)`, `(N,)` -> `(N,)`."""
     logits = _checked(logits, labels)
     probs = F.softmax(logits, dim=-1)
-    return (probs - F.one_hot(labels, logits.shape[-1])).square().sum(dim=-1)
+    return _less_one_at(probs, labels).square().sum(dim=-1)
 
 
 def mse(logits: Tensor, labels: Tensor) -> Tensor:
     """1/K sum_k (z_k - 1[k = y])^2: squared error of the logits against one-hot. `(N, K)`, `(N,)` -> `(N,)`."""
     logits = _checked(logits, labels)
-    return (logits - F.one_hot(labels, logits.shape[-1])).square().mean(dim=-1)
+    return _less_one_at(logits, labels).square().mean(dim=-1)
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -224,6 +224,11 @@ def _checked(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.dtype != torch.int64:
         raise InputError(f"labels must be int64 class indices, got {labels.dtype}")
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def _less_one_at(x: Tensor, labels: Tensor) -> Tensor:
+    """x - 1[k = y], without the matrix of ones and zeros."""
+    return x.scatter_add(-1, labels.unsqueeze(-1), x.new_full((len(x), 1), -1.0))
 
 
 def _log_probability(logits: Tensor, labels: Tensor) -> Tensor:

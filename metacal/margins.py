@@ -215,13 +215,18 @@ def ece_certificate(p: Predictions, n_bins: int = 15) -> EceCertificate:
     1 − p_y <= Σ_{j≠y} exp(z_j − z_y); the third because then ECE = mean(1 − p_y) and 1 − p_y >= exp(−m)/K.
     For predictions made from probabilities the logits are log p.
     """
-    logits = p.logits if p.logits is not None else p.probs.double().log()
-    k = logits.shape[1]
-    q = margin_moment(logits, p.labels)
-    smallest = gamma_min(logits, p.labels)
-    slack = 1e-12
-    if p.logits is None:  # given rows may sum to 1 only within rounding, and all three theorems need the sum
-        slack += (p.probs.double().sum(1) - 1).abs().max().item()
+    slack, k = 1e-12, p.n_classes
+    if p.logits is not None:
+        margins = _exact_margins(p.logits, p.labels)
+    else:
+        parts = []
+        for rows, probs in p.chunks():
+            wide = probs.double()
+            # given rows may sum to 1 only within rounding, and all three theorems need the sum
+            slack = max(slack, 1e-12 + (wide.sum(1) - 1).abs().max().item())
+            parts.append(true_margin(wide.log(), p.labels[rows]))
+        margins = torch.cat(parts)
+    q, smallest = moment(margins), margins.min().item()
     return EceCertificate(
         value=float(ece(p, n_bins=n_bins)),
         mean_miss=(-torch.expm1(p.log_likelihood.double())).mean().item(),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metacal.curvature.lanczos import lanczos
-from metacal.curvature.layers import capture, examples_depend, per_example_gram
+from metacal.curvature.layers import capture, examples_depend, n_classes, per_example_gram
 from metacal.curvature.loss import LogitLoss
 from metacal.curvature.problem import check_vector
 from metacal.curvature.products import Curvature
@@ -26,6 +26,8 @@ __all__ = [
     "preconditioned_sharpness",
     "preconditioner_of",
 ]
+
+_MOST_CLASSES = 4096  # of the margin bound, which takes K x K numbers for each example
 
 
 def batch_sharpness(
@@ -164,22 +166,27 @@ def gn_norm_certificate(
     """Both sides of λ_max(G) ≤ 2(K-1) mean(‖J_i‖²_op e^{-m̂_i}) for cross-entropy.
 
     ‖J_i‖² is the largest eigenvalue of the K × K matrix J_i J_iᵀ, which takes K reverse passes of the batch: meant for
-    small networks and subsets. m̂_i is the margin of the predicted class, m_i that of the label. The inequality: by
-    Gershgorin λ_max(S_i) ≤ 2 max_k p_k(1-p_k) ≤ 2(1 - max p) ≤ 2(K-1)e^{-m̂_i}.
+    small networks and subsets, and for 4,096 classes at most. m̂_i is the margin of the predicted class, m_i that of
+    the label. The inequality: by Gershgorin λ_max(S_i) ≤ 2 max_k p_k(1-p_k) ≤ 2(1 - max p) ≤ 2(K-1)e^{-m̂_i}.
 
-    Raises `InputError` where examples depend on each other, by the way that a batch takes too.
+    Raises `InputError` where examples depend on each other, by the way that a batch takes too, and for more classes.
     """
-    value = gn_sharpness(model, x, y, tol=tol, chunk_size=None).value
     squared, predicted, true = [], [], []
     c = Curvature(model, x, y)
     with c.problem.math():
         why = examples_depend(c.problem)
         if why is not None:
             raise InputError(f"a per-example Jacobian is meaningless, since {why}: use evaluation mode")
-        for part in c.problem.parts(chunk_size):
+        k = n_classes(c.problem)
+        require(
+            k <= _MOST_CLASSES,
+            f"the margin bound needs a matrix of K x K numbers and K reverse passes: {_MOST_CLASSES} classes at most, "
+            f"got {k}",
+        )
+        for part in c.problem.parts(max(1, min(chunk_size, (1 << 24) // k**2))):
             captured = capture(part)
             z = captured.z.detach()
-            n, k = z.shape
+            n = len(z)
             columns = torch.eye(k, dtype=z.dtype, device=z.device).expand(n, k, k)
             squared.append(torch.linalg.eigvalsh(per_example_gram(captured, columns).double())[:, -1])
             z = z.double()
@@ -188,6 +195,7 @@ def gn_norm_certificate(
             own = z.gather(1, part.y[:, None])[:, 0]
             true.append(own - z.scatter(1, part.y[:, None], -math.inf).amax(1))
         c.problem.check_ways()
+    value = gn_sharpness(model, x, y, tol=tol, chunk_size=None).value
     j, m_hat, m = torch.cat(squared), torch.cat(predicted), torch.cat(true)
     factor = 2 * (captured.z.shape[1] - 1)
     return NormCertificate(

@@ -273,7 +273,8 @@ class GammaNet(nn.Module):
         if self.num_classes:
             if labels is None:
                 raise InputError("labels must be given: this GammaNet is label-aware")
-            seen = torch.cat([seen, F.one_hot(labels, self.num_classes).to(seen.dtype)], dim=1)
+            known = seen.new_zeros(len(labels), self.num_classes).scatter(1, labels[:, None], 1.0)
+            seen = torch.cat([seen, known], dim=1)
         score = self.last(F.relu(self.first(seen))).squeeze(-1)
         return cap(score, self.tau, self.gamma_max, self.gamma_min)
 

@@ -80,12 +80,12 @@ def check_sections(arguments: argparse.Namespace) -> None:
 
 
 def _check_ood(other: str, files: list[str]) -> None:
-    from metacal.data.sources import SOURCES
+    from metacal.data.sources import IMAGE_FILES, SOURCES
 
     if other.endswith(".npz"):
         require(Path(other).is_file(), f"--ood: {other} does not exist")
         return
-    names = [name for name in SOURCES if name not in ("npz", "folder")]
+    names = [name for name in SOURCES if name not in ("npz", *IMAGE_FILES)]
     require(other in names, f"--ood must be a file *.npz or one of {', '.join(names)}, got {other!r}")
     require(not files, f"--ood {other} needs a run, whose model it is given; {files[:1]} is a file of predictions")
 

@@ -176,7 +176,10 @@ class Batches:
     def _pass(self, samples: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """All of `samples` in an order, and the draws of their augmentation (empty without one)."""
         n = len(samples)
-        order = samples[torch.randperm(n, generator=generator)] if self.shuffle else samples
+        order = samples
+        if self.shuffle:
+            put = self.split.order
+            order = samples[torch.randperm(n, generator=generator)] if put is None else put(samples, generator)
         if not self.augment:
             return order, torch.empty(0)
         t = self.split.transform

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,23 +13,26 @@ import torch
 from torch import Tensor
 
 from metacal.data.options import DataConfig
+from metacal.data.shards import TarFiles
 from metacal.data.sources import Source, read_source
 from metacal.data.splits import (
     Folds,
     Split,
     Transform,
+    by_shard,
     channel_statistics,
     resolve_size,
     stratified_draw,
     stratified_folds,
 )
-from metacal.data.stores import CHUNK, tensor_chunks
+from metacal.data.stores import CHUNK, FileStore, tensor_chunks
 from metacal.errors import require, require_choice
 from metacal.options import check_options
 
 __all__ = ["Data", "build_data"]
 
 _DRAWS = ("test_size", "val_size", "train_size", "meta_size", "meta_folds")  # each has a random stream of its own
+_STATISTICS = 1 << 14  # image files that the mean and the standard deviation are taken of
 _MEMORY_LIMIT = 2 * 2**30  # bytes of stored inputs up to which `storage: auto` keeps them in memory
 
 
@@ -111,7 +115,8 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
         for inputs, _ in parts.values():
             inputs.check_sizes()
     stored = {name: inputs if stream else inputs.load(cfg.workers).to(device) for name, (inputs, _) in parts.items()}
-    mean, std = _normalization(cfg, source, [stored[name] for name in ("train", "meta") if name in stored])
+    training = [index[name] for name in ("train", "meta") if name in index]
+    mean, std = _normalization(cfg, source, training, [stored[name] for name in ("train", "meta") if name in stored])
     mean, std = mean.to(device), std.to(device)
     plain = Transform(1.0 if source.scale is None else source.scale, mean, std)
     augmented = replace(plain, crop_padding=cfg.crop_padding, flip=cfg.flip)
@@ -123,8 +128,9 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
             torch.from_numpy(labels).to(device),
             transforms.get(name, plain),
             workers=cfg.workers if stream else 0,
+            order=_order(inputs, cfg) if stream else None,
         )
-        for name, (_, labels) in parts.items()
+        for name, (inputs, labels) in parts.items()
     }
     if needs_meta and cfg.meta_from == "val":
         splits["meta"] = replace(splits["val"], name="meta", transform=transforms["meta"])
@@ -144,6 +150,13 @@ def build_data(cfg: DataConfig, seed: int = 0, device: str | torch.device = "cpu
         meta_from=cfg.meta_from if needs_meta or apart else None,
         folds=_folds(cfg, parts["train"][1], seed) if needs_meta and cfg.meta_from == "folds" else None,
     )
+
+
+def _order(inputs: Any, cfg: DataConfig) -> Callable[[Tensor, torch.Generator], Tensor] | None:
+    """In which inputs that stream are quickly read."""
+    if not isinstance(inputs, FileStore) or not isinstance(inputs.files, TarFiles):
+        return None
+    return partial(by_shard, torch.from_numpy(inputs.files.shard), cfg.shuffle_buffer)
 
 
 def _generator(cfg: DataConfig, seed: int, key: str) -> np.random.Generator:
@@ -196,8 +209,13 @@ def _fingerprints(source: Source, index: Mapping[str, np.ndarray]) -> dict[str, 
     return {"train_and_meta": found["train"], **found}
 
 
-def _normalization(cfg: DataConfig, source: Source, training: list[Any]) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation per channel, float64."""
+def _normalization(
+    cfg: DataConfig, source: Source, index: list[np.ndarray], training: list[Any]
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation per channel, float64, of the inputs at `index`, which are stored as `training`.
+
+    Of image files no more than `_STATISTICS` are decoded for it, evenly spaced.
+    """
     channels = source.inputs.input_shape[0]
     if cfg.mean is not None:
         mean, std = torch.tensor(cfg.mean, dtype=torch.float64), torch.tensor(cfg.std, dtype=torch.float64)
@@ -213,6 +231,9 @@ def _normalization(cfg: DataConfig, source: Source, training: list[Any]) -> tupl
         return torch.tensor(source.mean_std[0], dtype=torch.float64), torch.tensor(
             source.mean_std[1], dtype=torch.float64
         )
+    together = np.sort(np.concatenate(index))
+    if isinstance(source.inputs, FileStore) and len(together) > _STATISTICS:
+        training = [source.inputs.take(together[np.arange(_STATISTICS) * len(together) // _STATISTICS])]
 
     def chunks() -> Iterator[Tensor]:
         for part in training:  # the same chunks either way, so that the sums are the same to the last bit

@@ -17,10 +17,10 @@ class DataConfig:
     Sizes: a float in (0, 1) is a fraction, an int >= 1 a count.
     """
 
-    name: str = option("digits", "digits, npz, folder, cifar10, cifar100, fashion_mnist, mnist or svhn")
+    name: str = option("digits", "digits, npz, folder, shards, cifar10, cifar100, fashion_mnist, mnist or svhn")
     path: str | None = option(None, "the file or folder")
     download: bool = option(False, "fetch what torchvision can fetch")
-    image_size: int | None = option(None, "folder: resize to this", low=1)
+    image_size: int | None = option(None, "folder, shards: resize to this", low=1)
     train_size: Any = option(None, "a stratified subset for train and meta together; null: all")
     meta_from: str = option(
         "train",
@@ -47,4 +47,5 @@ class DataConfig:
     storage: str = option(
         "auto", "one tensor on the device, a DataLoader, or by size", choices=("auto", "memory", "stream")
     )
+    shuffle_buffer: int = option(8192, "shards: images by which one may be moved from its place in its shard", low=1)
     workers: int = option(2, "processes that read image files or stream", low=0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metacal.data.arrays import as_labels, as_tensor, read_arrays
 from metacal.data.kind import InputKind, Task
-from metacal.data.stores import IMAGE_SUFFIXES, FileStore, tensor_chunks
+from metacal.data.stores import IMAGE_SUFFIXES, FileStore, FolderFiles, tensor_chunks
 from metacal.errors import InputError, require
 
 __all__ = ["Inputs", "read_inputs"]
@@ -100,6 +100,6 @@ def _of_folder(root: Path, kind: InputKind, image_size: int | None, workers: int
     files = sorted(f for f in root.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES and f.is_file())
     require(len(files) > 0, f"{root} has no image files ({', '.join(IMAGE_SUFFIXES)})")
     names = [str(f.relative_to(root)) for f in files]
-    store = FileStore(root, names, image_size, channels=kind.shape[0])
+    store = FileStore(FolderFiles(root, names), image_size, channels=kind.shape[0])
     store.check_readable()
     return Inputs(len(store), lambda: tensor_chunks(store, workers), names)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from metacal.data.arrays import read_arrays
-from metacal.data.stores import IMAGE_SUFFIXES, ArrayStore, FileStore
+from metacal.data.shards import TarFiles, class_indices, index_shards
+from metacal.data.stores import IMAGE_SUFFIXES, ArrayStore, FileStore, FolderFiles, ImageFiles
 from metacal.errors import InputError, require, require_choice
 
-__all__ = ["SOURCES", "Source", "read_source"]
+__all__ = ["IMAGE_FILES", "SOURCES", "Source", "read_source"]
+
+IMAGE_FILES = ("folder", "shards")  # sources whose images are decoded, and can be resized, when they are read
 
 _MEAN_STD = {
     "cifar10": ((0.49140, 0.48216, 0.44653), (0.24703, 0.24349, 0.26159)),
@@ -41,18 +46,20 @@ def read_source(name: str, path: str | None, download: bool, image_size: int | N
     """The source called `name`, read from `path`. Raises `InputError` for anything that cannot be used."""
     require_choice("data.name", name, SOURCES)
     require(
-        image_size is None or name == "folder",
-        f"data.image_size works with data=folder only, got {image_size}",
+        image_size is None or name in IMAGE_FILES,
+        f"data.image_size works with data={' and '.join(IMAGE_FILES)} only, got {image_size}",
     )
     if name == "digits":
         return _digits()
-    if name in ("npz", "folder"):
+    if name in ("npz", *IMAGE_FILES):
         require(path is not None, f"data.path is missing: data={name} needs data.path=...")
     place = Path(path or "data").expanduser()  # shells leave the ~ of data.path=~/x alone
     if name == "npz":
         return _npz(place)
     if name == "folder":
         return _folder(place, image_size)
+    if name == "shards":
+        return _shards(place, image_size)
     return _torchvision(name, place, download)
 
 
@@ -147,32 +154,84 @@ def _folder(root: Path, image_size: int | None) -> Source:
 
     The test set is `test/` if that has class folders, else `val/`. With both, `val/` joins the labelled pool.
     """
+    train = _training_folder(root, image_size)
+    names = sorted(d.name for d in train.iterdir() if d.is_dir() and not d.name.startswith("."))
+    require(len(names) > 0, f"{train} has no class folders; data=folder expects {train}/<class>/<image files>")
+    class_of = {name: k for k, name in enumerate(names)}
+
+    def read(part: Path) -> tuple[np.ndarray, np.ndarray]:
+        files, labels = _class_files(root, part, class_of)
+        if part == train:
+            empty = sorted(set(class_of.values()) - set(labels))
+            require(not empty, f"class folder {train / names[empty[0]] if empty else ''} has no image files")
+        return np.array([os.fsencode(file) for file in files]), np.asarray(labels, dtype=np.int64)
+
+    return _image_source(root, train, image_size, names, read, partial(FolderFiles, root))
+
+
+def _shards(root: Path, image_size: int | None) -> Source:
+    """Tar files in root, or in root/train with test or val beside it, as with folders; see `metacal.data.shards`."""
+    train = _training_folder(root, image_size)
+    paths: list[Path] = []
+    names: list[str] | None = None
+
+    def read(part: Path) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal names
+        shards = sorted(part.glob("*.tar"))
+        require(part != train or len(shards) > 0, f"{part} has no .tar files, which data=shards expects there")
+        if not shards:
+            return np.empty((0, 3), np.int64), np.empty(0, np.int64)
+        rows, texts = index_shards(shards, len(paths))
+        require(len(rows) > 0, f"the .tar files of {part} hold no images with labels")
+        labels, names = class_indices(texts, names, str(part))
+        paths.extend(shards)
+        return rows, labels
+
+    rows_and_labels = read(train)
+    assert names is not None
+    return _image_source(
+        root,
+        train,
+        image_size,
+        names,
+        lambda part: rows_and_labels if part == train else read(part),
+        lambda rows: TarFiles(paths, rows),
+    )
+
+
+def _training_folder(root: Path, image_size: int | None) -> Path:
     require(image_size is None or image_size >= 1, f"data.image_size must be >= 1, got {image_size}")
     require(root.is_dir(), f"data.path = {root} is not a folder")
-    train_dir = root / "train" if (root / "train").is_dir() else root
-    names = sorted(d.name for d in train_dir.iterdir() if d.is_dir() and not d.name.startswith("."))
-    require(
-        len(names) > 0,
-        f"{train_dir} has no class folders; data=folder expects {train_dir}/<class>/<image files>",
-    )
-    class_of = {name: k for k, name in enumerate(names)}
-    files, labels = _class_files(root, train_dir, class_of)
-    for name, k in class_of.items():
-        require(k in set(labels), f"class folder {train_dir / name} has no image files")
+    return root / "train" if (root / "train").is_dir() else root
+
+
+def _image_source(
+    root: Path,
+    train: Path,
+    image_size: int | None,
+    names: list[str],
+    read: Callable[[Path], tuple[np.ndarray, np.ndarray]],
+    files: Callable[[np.ndarray], ImageFiles],
+) -> Source:
+    """The pool and the test set of image files below root. read: entries of a folder and their labels, the training
+    folder first; files: what reads such entries.
+
+    The test set is `test/` if that has images with labels, else `val/`. With both, `val/` joins the labelled pool.
+    """
+    entries, labels = read(train)
     parts = {}
-    if train_dir != root:
-        for part in ("test", "val"):
-            found = _class_files(root, root / part, class_of) if (root / part).is_dir() else ([], [])
-            if found[0]:
-                parts[part] = found
+    if train != root:
+        for name in ("test", "val"):
+            if (root / name).is_dir():
+                part = read(root / name)
+                parts |= {name: part} if len(part[0]) else {}
     test = parts.pop("test", None) or parts.pop("val", None)
     if "val" in parts:
-        files, labels = files + parts["val"][0], labels + parts["val"][1]
-    pool = FileStore(root, files, image_size)
-    source = Source(pool, np.asarray(labels, dtype=np.int64), names)
+        entries, labels = (np.concatenate(both) for both in zip((entries, labels), parts["val"], strict=True))
+    pool = FileStore(files(entries), image_size)
+    source = Source(pool, labels, names)
     if test:
-        source.test_inputs = FileStore(root, test[0], image_size)
-        source.test_labels = np.asarray(test[1], dtype=np.int64)
+        source.test_inputs, source.test_labels = FileStore(files(test[0]), image_size), test[1]
         require(
             source.test_inputs.sides == pool.sides,
             f"images have different sizes: test {source.test_inputs.sides}, train {pool.sides} (height, width); "
@@ -246,6 +305,7 @@ SOURCES: tuple[str, ...] = (
     "digits",
     "npz",
     "folder",
+    "shards",
     "cifar10",
     "cifar100",
     "fashion_mnist",

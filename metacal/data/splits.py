@@ -13,7 +13,16 @@ from torch import Tensor
 from metacal.errors import InputError, require
 from metacal.folds import dealt
 
-__all__ = ["Folds", "Split", "Transform", "channel_statistics", "resolve_size", "stratified_draw", "stratified_folds"]
+__all__ = [
+    "Folds",
+    "Split",
+    "Transform",
+    "by_shard",
+    "channel_statistics",
+    "resolve_size",
+    "stratified_draw",
+    "stratified_folds",
+]
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,8 @@ class Split:
     `storage` is a tensor of all stored inputs `(n, ...)` on the device, or a map-style dataset that a
     DataLoader streams: `dataset[i]` is the stored input (a tensor), or with `yields_labels` a pair of it and
     the label. `labels` (n,) are int64 on the device. `transform` is None for inputs that are used as they
-    are. `class_names` are those of the classes 0, 1, ..., where the data name them.
+    are. `class_names` are those of the classes 0, 1, ..., where the data name them. `order` puts ascending positions
+    into a random order in which they are quickly read, such as `by_shard`; None: one order is as quick as another.
     """
 
     name: str
@@ -61,6 +71,7 @@ class Split:
     workers: int = 0
     yields_labels: bool = False
     class_names: Sequence[str] | None = None
+    order: Callable[[Tensor, torch.Generator], Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -78,6 +89,21 @@ class Split:
         """Shape of one input."""
         first = self.storage[0]
         return tuple((first[0] if self.yields_labels else first).shape)
+
+
+def by_shard(shard: Tensor, buffer: int, positions: Tensor, generator: torch.Generator) -> Tensor:
+    """Ascending positions in a random order that reads one shard after another.
+
+    The shards come in a random order, and each sample, once these are laid end to end, is moved by fewer than `buffer`
+    places: no more of them than that lie between two reads, and a sample's neighbours in its shard are not its
+    neighbours in training. shard: the number of that of every sample, (n,).
+    """
+    turn = torch.randperm(int(shard.max()) + 1, generator=generator)
+    in_turn = positions[turn[shard[positions]].argsort(stable=True)]
+    places = torch.arange(len(positions)) + buffer * torch.rand(
+        len(positions), dtype=torch.float64, generator=generator
+    )
+    return in_turn[places.argsort()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +188,9 @@ def stratified_draw(
         order = np.lexsort((tie_break, -gap))[: min(abs(missing), int(movable.sum()))]
         take[order] += 1 if up else -1
     chosen = np.zeros(len(labels), dtype=bool)
-    for k in range(n_classes):
-        members = np.flatnonzero(labels == k)
-        chosen[rng.permutation(members)[: take[k]]] = True
+    by_class = np.argsort(labels, kind="stable")
+    for members, count in zip(np.split(by_class, np.cumsum(have)[:-1]), take, strict=True):
+        chosen[rng.permutation(members)[:count]] = True
     return np.flatnonzero(chosen), np.flatnonzero(~chosen)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ __all__ = [
     "IMAGE_SUFFIXES",
     "ArrayStore",
     "FileStore",
+    "FolderFiles",
+    "ImageFiles",
     "leave_interrupts",
     "one_line",
     "resized",
@@ -69,17 +72,50 @@ class ArrayStore:
         return h.digest()
 
 
+class ImageFiles(Protocol):
+    """Where image files lie. `identity` names one and its size, without its path; `name` is for messages."""
+
+    def __len__(self) -> int: ...
+    def take(self, index: np.ndarray) -> ImageFiles: ...
+    def name(self, i: int) -> str: ...
+    def identity(self, i: int) -> str: ...
+    def open(self, i: int) -> BinaryIO: ...
+
+
+class FolderFiles:
+    """Files below `root`, by their names relative to it."""
+
+    def __init__(self, root: Path, names: Sequence[str] | np.ndarray) -> None:
+        self.root = root
+        # bytes: an array of strings takes four times as much, and there may be millions
+        self.names = names if isinstance(names, np.ndarray) else np.array([os.fsencode(name) for name in names])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def take(self, index: np.ndarray) -> FolderFiles:
+        return FolderFiles(self.root, self.names[index])
+
+    def name(self, i: int) -> str:
+        return str(self.root / os.fsdecode(bytes(self.names[i])))
+
+    def identity(self, i: int) -> str:
+        return f"{os.fsdecode(bytes(self.names[i]))}\0{os.stat(self.name(i)).st_size}"
+
+    def open(self, i: int) -> BinaryIO:
+        return open(self.name(i), "rb")
+
+
 class FileStore:
-    """Image files below `root`, decoded to uint8 `(C, H, W)`: RGB, or grey where `channels` is 1.
+    """Image files, decoded to uint8 `(C, H, W)` when asked for: RGB, or grey where `channels` is 1.
 
     With `image_size` s the shorter side is resized to s (bilinear, antialiased) and the middle s x s is cut
     out; without it all images must have the size of the first.
     """
 
-    def __init__(self, root: Path, files: Sequence[str], image_size: int | None, channels: int = 3) -> None:
-        self.root = root
+    def __init__(self, files: ImageFiles, image_size: int | None, channels: int = 3) -> None:
         self.channels = channels
-        self.files = np.asarray(files)
+        self.files = files
         self.image_size = image_size
         if image_size is not None:
             self.sides = (image_size, image_size)
@@ -114,7 +150,7 @@ class FileStore:
     def take(self, index: np.ndarray) -> FileStore:
         """The files at `index`."""
         new = object.__new__(FileStore)
-        vars(new).update(vars(self) | {"files": self.files[index]})
+        vars(new).update(vars(self) | {"files": self.files.take(index)})
         return new
 
     @property
@@ -137,27 +173,26 @@ class FileStore:
     def digest(self) -> bytes:
         """A hash of names, file sizes and image size, which does not decode every image."""
         h = hashlib.blake2b(f"{self.sides}{self.image_size}".encode(), digest_size=16)
-        for name in self.files:
-            h.update(f"{name}\0{(self.root / name).stat().st_size}\0".encode())
+        for i in range(len(self)):
+            h.update(f"{self.files.identity(i)}\0".encode(errors="surrogateescape"))
         return h.digest()
 
     @contextmanager
     def _open(self, i: int) -> Iterator[Any]:
         from PIL import Image
 
-        path = self.root / self.files[i]
         try:
-            with Image.open(path) as image:
+            with self.files.open(i) as file, Image.open(file) as image:
                 yield image
         except InputError:
             raise
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InputError(f"image {path} cannot be decoded: {error}") from error
+            raise InputError(f"image {self.files.name(i)} cannot be decoded: {error}") from error
 
     def _check_size(self, i: int, image: Any) -> None:
         if (image.height, image.width) != self.sides:
             raise InputError(
-                f"images have different sizes: {self.root / self.files[i]} is {image.height}x{image.width}, the first "
+                f"images have different sizes: {self.files.name(i)} is {image.height}x{image.width}, the first "
                 f"{self.sides[0]}x{self.sides[1]} (height x width); set data.image_size to resize them"
             )
 

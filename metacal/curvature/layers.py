@@ -41,19 +41,15 @@ from metacal.errors import require
 
 __all__ = [
     "Captured",
-    "cache_block",
     "capture",
     "column_norms",
     "examples_depend",
     "gram_of",
-    "n_classes",
     "per_example_gram",
 ]
 
-CACHE_BLOCK = 64
 BLOCK = 1 << 23  # entries of a temporary array; larger batches are worked off in blocks
 CPU_BLOCK = 1 << 20  # the same for patches and cotangents on a CPU: what fits its caches takes half the time
-LOGITS = 1 << 22  # entries of the logits of a block
 COTANGENTS = 1 << 26  # entries of the cotangents at all layers that are held at a time
 
 
@@ -138,28 +134,6 @@ def examples_depend(problem: Problem) -> str | None:
     with torch.no_grad():
         problem.part(slice(0, 1)).logits()  # which raises where two passes of the same differ
     return str(OtherWay())
-
-
-def cache_block(problem: Problem, share: int = 1) -> int | None:
-    """Examples to work on at a time where nobody asked for chunks, or None for all at once.
-
-    Convolutions on a CPU run faster on blocks that fit the caches (measured on ResNet-20 and 512 images: half to two
-    thirds of the time of all at once), and logits of many classes are many numbers: `LOGITS` at a time. Only where
-    examples are independent; inside `problem.math()`.
-    """
-    size, n = CACHE_BLOCK // share, len(problem)
-    if n <= size or problem.randomness != "refuse" or examples_depend(problem) is not None:
-        return None
-    convolutional = any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in problem.model.modules())
-    rows = max(1, LOGITS // (share * n_classes(problem)))
-    block = min(rows, size) if convolutional and problem.x.device.type == "cpu" else rows
-    return block if block < n else None
-
-
-def n_classes(problem: Problem) -> int:
-    """K."""
-    with torch.no_grad():
-        return problem.logits(x=problem.x[:1]).shape[1]
 
 
 def capture(problem: Problem, graph: bool = False) -> Captured:

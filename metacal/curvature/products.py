@@ -42,7 +42,8 @@ from metacal.autodiff.derivatives import (
 )
 from metacal.autodiff.plain import PlainNorms
 from metacal.autodiff.tape import Tape
-from metacal.curvature.layers import cache_block, examples_depend
+from metacal.curvature.blocks import cache_block
+from metacal.curvature.layers import examples_depend
 from metacal.curvature.loss import LogitLoss, logit_gradient, logit_hessian, mean_loss
 from metacal.curvature.problem import Problem, check_vector
 from metacal.errors import InputError, require

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metacal.curvature.blocks import n_classes
 from metacal.curvature.lanczos import lanczos
-from metacal.curvature.layers import capture, examples_depend, n_classes, per_example_gram
+from metacal.curvature.layers import capture, examples_depend, per_example_gram
 from metacal.curvature.loss import LogitLoss
 from metacal.curvature.problem import check_vector
 from metacal.curvature.products import Curvature

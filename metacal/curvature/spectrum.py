@@ -1,7 +1,7 @@
 """The ends of the spectrum of G and H, by the eigensolver of `lanczos`.
 
 The default start leans on the gradient, which leans to the large eigenvalues. Where the examples are kept in blocks
-(`layers.cache_block`) a short run on a quarter of them comes first, from that start or from a warm one, and its
+(`blocks.cache_block`) a short run on a quarter of them comes first, from that start or from a warm one, and its
 vector is the start of the run that counts: an approximate eigenvector at a quarter of the price. Bound and stopping
 rule are those of the whole batch.
 """

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metacal.curvature.blocks import cache_block, n_classes
 from metacal.curvature.chain import Chain, chain_from
 from metacal.curvature.forms import (
     activation_residual,
     closed_form,
 )
-from metacal.curvature.layers import cache_block, capture, column_norms, examples_depend, n_classes
+from metacal.curvature.layers import capture, column_norms, examples_depend
 from metacal.curvature.loss import FactorColumns, Focal, LogitLoss, factor_rank, logit_factor, logit_gradient
 from metacal.curvature.problem import OtherWay, Problem
 from metacal.curvature.products import Curvature

@@ -180,7 +180,10 @@ def load_predictions(run: Run, split: str, scaling: str) -> Predictions:
     Raises:
         InputError: see `Run.predictions`; or the run has no temperature.
     """
-    p = run.predictions(split)
+    return _scaled(run, run.predictions(split), scaling)
+
+
+def _scaled(run: Run, p: Predictions, scaling: str) -> Predictions:
     if scaling == "none":
         return p
     if scaling != "temperature" or run.is_file:
@@ -212,7 +215,7 @@ def _measured_runs(
     for run in (run for g in groups for run in g.runs):
         try:
             p = run.predictions(split)
-            scaled = {s: load_predictions(run, split, s) for s in scalings if s != "none"}
+            scaled = {s: _scaled(run, p, s) for s in scalings if s != "none"}
         except InputError as error:
             left.append(LeftOut(run.path, str(error)))
             continue

@@ -10,7 +10,11 @@ exceeds the resident size before it (Linux only), and the processor's time. Loss
 in the logits; the mixed derivative is that of ⟨∂ℓ/∂z, v⟩ in gamma, which the bilevel step takes. Traces and robust
 margins are of a perceptron with 64 inputs and 128 hidden units on as many examples.
 
-`--limit MB` makes the script fail where a row takes more.
+    python scripts/benchmarks/classes.py --stream --size 1000000x1000         # beside torchmetrics, batch by batch
+
+`--stream` gives 1,024 probabilities at a time to metacal's accumulator, whose state is the sums per bin and class, and
+to torchmetrics' calibration error, which keeps every confidence: seconds of all updates, the making of the batches left
+out, and how much the peak grows after the first batch. `--limit MB` makes the script fail where a row takes more.
 """
 
 from __future__ import annotations
@@ -109,14 +113,59 @@ CASES: dict[str, Run] = {
 }
 
 
+def ours() -> tuple[Callable[[Tensor, Tensor], object], Callable[[], object]]:
+    total = CalibrationAccumulator(None, measures=["ece", "mce", "accuracy"])
+    return lambda p, y: total.update(probs=p, labels=y), total.compute
+
+
+def ours_with_classes(k: int) -> tuple[Callable[[Tensor, Tensor], object], Callable[[], object]]:
+    total = CalibrationAccumulator(k)
+    return lambda p, y: total.update(probs=p, labels=y), total.compute
+
+
+def torchmetrics_ece(k: int) -> tuple[Callable[[Tensor, Tensor], object], Callable[[], object]]:
+    from torchmetrics.classification import MulticlassCalibrationError
+
+    metric = MulticlassCalibrationError(k, n_bins=15, norm="l1")
+    return metric.update, metric.compute
+
+
+STREAMS: dict[str, Callable[[int], tuple[Callable[[Tensor, Tensor], object], Callable[[], object]]]] = {
+    "metacal: ece, mce, accuracy": lambda k: ours(),
+    "metacal: all eleven, classwise_ece too": ours_with_classes,
+    "torchmetrics: ece": torchmetrics_ece,
+}
+
+
+def stream(name: str, n: int, k: int) -> None:
+    update, compute = STREAMS[name](k)
+    generator = torch.Generator().manual_seed(0)
+    seconds, before = 0.0, 0
+    z = torch.empty(1024, k)
+    for at in range(0, n, 1024):
+        rows = min(1024, n - at)
+        p = torch.randn(rows, k, generator=generator, out=z[:rows]).mul_(2).softmax(1)
+        y = torch.randint(k, (rows,), generator=generator)
+        start = time.process_time()
+        update(p, y)
+        seconds += time.process_time() - start
+        if at == 0:
+            Path("/proc/self/clear_refs").write_text("5")
+            before = status("VmRSS")
+    start = time.process_time()
+    compute()
+    print(seconds + time.process_time() - start, (status("VmHWM") - before) / 1024)
+
+
+def status(key: str) -> int:
+    """kB of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
 def cell(name: str, n: int, k: int) -> None:
     z, y = data(n, k)
     CASES[name](z[:64].clone(), y[:64].clone())  # imports, thread pools, first allocations
-
-    def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(key))
-
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the present size
     before, start = status("VmRSS"), time.process_time()
     CASES[name](z, y)
@@ -139,15 +188,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="PART")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=float, help="MB that no part may take beside its inputs")
+    parser.add_argument("--stream", action="store_true", help="the accumulators, batch by batch")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.cell:
-        cell(args.cell, *map(int, args.size.split("x")))
+        (stream if args.cell in STREAMS else cell)(args.cell, *map(int, args.size.split("x")))
         return
     print("| part | s of the processor | extra MB |\n|---|---|---|")
     above = []
-    for name in args.only:
+    for name in STREAMS if args.stream else args.only:
         seconds, megabytes = extra(name, args.size, args.threads)
         print(f"| {name} | {seconds:.2f} | {megabytes:.0f} |", flush=True)
         if args.limit is not None and megabytes > args.limit:

@@ -246,7 +246,7 @@ def test_a_network_with_no_route_at_all_is_a_clear_error() -> None:
 
 
 def test_large_batches_of_a_convolutional_network_are_kept_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metacal.curvature.layers.CACHE_BLOCK", 3)
+    monkeypatch.setattr("metacal.curvature.blocks.CACHE_BLOCK", 3)
     for name, blocks in (("cnn batchnorm eval", 3), ("cnn batchnorm train", 1)):
         model, x, y = build(name, n=7)
         v = vector_like(dense.trainable(model))

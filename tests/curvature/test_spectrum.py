@@ -184,7 +184,7 @@ def test_a_zero_gradient_still_has_a_start() -> None:
 
 @pytest.mark.parametrize("name", ["cnn batchnorm eval", "cnn tanh"])
 def test_a_quarter_of_the_examples_gives_the_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metacal.curvature.layers.CACHE_BLOCK", 2)
+    monkeypatch.setattr("metacal.curvature.blocks.CACHE_BLOCK", 2)
     model, x, y = build(name, n=12)
     g, h = dense.ggn(model, x), dense.hessian(model, x, y)
     with Curvature(model, x, y) as c:

@@ -297,7 +297,7 @@ class TestNpz:
         ({"mean": [0.5]}, "data.mean and data.std must be given together"),
         ({"mean": [0.5], "std": [0.0]}, "data.std must be > 0"),
         ({"mean": [0.5] * 3, "std": [0.5] * 3}, "data.mean must have one number per channel, 1, got 3"),
-        ({"image_size": 16}, "data.image_size works with data=folder only, got 16"),
+        ({"image_size": 16}, "data.image_size works with data=folder and shards only, got 16"),
     ],
 )
 def test_bad_settings(changes: dict[str, Any], message: str) -> None:

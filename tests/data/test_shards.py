@@ -158,7 +158,8 @@ def test_bad_shards_are_named(tmp_path: Path) -> None:
         build_data(DataConfig("shards", path=str(tmp_path / "other")))
 
 
-@pytest.mark.parametrize("source", ["shards", pytest.param("folder", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["shards", "folder"])
 def test_a_thousand_classes_stream_train_stop_and_resume_bit_for_bit(source: str, tmp_path: Path) -> None:
     """ImageNet's shape but for the sides: 1,000 classes, few images of each, decoded and resized when they are read."""
     root = tmp_path / "data"

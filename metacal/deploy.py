@@ -21,10 +21,12 @@ from metacal.calibration.fitted import Scaling
 from metacal.config import Config, ModelConfig
 from metacal.data import Data, InputKind, Task, Transform
 from metacal.data.arrays import is_image
+from metacal.data.kind import AnyKind, InputKinds
 from metacal.data.stores import resized
 from metacal.data.wrap import input_kind
 from metacal.errors import require
 from metacal.export import export
+from metacal.inputs import call, placed
 from metacal.models import Backbone, build_model
 from metacal.models.factory import Architecture, architecture_of
 from metacal.modes import evaluation_mode
@@ -52,7 +54,7 @@ class CalibratedModel(nn.Module):
     def __init__(
         self,
         backbone: Backbone,
-        kind: InputKind,
+        kind: AnyKind,
         task: Task,
         temperature: float,
         image_size: int | None = None,
@@ -114,17 +116,17 @@ class CalibratedModel(nn.Module):
         logits = logits / self.temperature
         return logits if self.scaling is None else self.scaling.map_logits(logits).to(logits.dtype)
 
-    def _accepted(self, x: Any, ranged: bool = True) -> Tensor:
+    def _accepted(self, x: Any, ranged: bool = True) -> Any:
         """All inputs at once, so that a bad one is named by its index among them."""
         if self.image_size is not None and isinstance(x, (list, tuple)) and len(x) and is_image(x[0]):
             x = [resized(image, self.image_size) for image in x]
         return self.kind.accept(x, "new", ranged)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Any) -> Tensor:
         first = next(self.backbone.parameters())
         transform = self.kind.transform_of(x)
         x = x if transform is None else transform(x)
-        logits, _ = self.backbone(x.to(first.device, first.dtype if x.is_floating_point() else x.dtype))
+        logits, _ = call(self.backbone, placed(x, first.device, first.dtype))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -202,7 +204,7 @@ def _built(architecture: Architecture) -> nn.Module:
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
 
 
@@ -215,8 +217,10 @@ def _plain_scaling(scaling: Scaling) -> dict[str, Any]:
     return {"map": name_of(scaling), **{name: torch.as_tensor(array) for name, array in scaling.arrays().items()}}
 
 
-def _plain_kind(kind: InputKind) -> dict[str, Any]:
-    """An `InputKind` as tensors and plain Python."""
+def _plain_kind(kind: AnyKind) -> dict[str, Any]:
+    """An `InputKind`, or several by the argument of the network that they are, as tensors and plain Python."""
+    if isinstance(kind, InputKinds):
+        return {"arguments": [[key, _plain_kind(k)] for key, k in kind.kinds.items()]}
     t = kind.transform
     transform = None
     if t is not None:
@@ -225,7 +229,9 @@ def _plain_kind(kind: InputKind) -> dict[str, Any]:
     return {"shape": list(kind.shape), "dtype": _name(kind.dtype), "transform": transform, **numbers}
 
 
-def _kind(plain: dict[str, Any]) -> InputKind:
+def _kind(plain: dict[str, Any]) -> Any:
+    if "arguments" in plain:
+        return InputKinds({key: _kind(k) for key, k in plain["arguments"]})
     t = plain["transform"]
     transform = None if t is None else Transform(**{**t, "dtype": _DTYPES[t["dtype"]]})
     kind = InputKind(**{**plain, "transform": transform, "dtype": _DTYPES[plain["dtype"]]})

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from metacal.data import InputKind
 from metacal.errors import EXTRAS, InputError, require, require_choice, require_packages
 from metacal.files import write_atomically
-from metacal.network import logits_in
+from metacal.inputs import logits_in
 
 __all__ = ["FORMATS", "Probabilities", "export"]
 

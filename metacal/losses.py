@@ -2,7 +2,9 @@
 
 Every function works in float32 at least: half-precision logits are raised to float32 before the logarithm, and
 the values are returned in that precision, so a mean over the batch does not saturate. Float64 stays float64.
-Labels are class indices in 0..K-1. What a loss takes beside them, a gamma or a smoothing, is a number, a 0-d tensor
+Labels are class indices in 0..K-1. The losses in `SOFT` also take probabilities q `(N, K)` of the classes, whose rows
+sum to 1: where a loss is ℓ(y) for a class y, it is then Σ_k q_k ℓ(k), but for `brier` and `mse`, which take q in the
+place of the one-hot row. What a loss takes beside them, a gamma or a smoothing, is a number, a 0-d tensor
 or one value per sample `(N,)`; as a tensor it is differentiated like any input: detach it where it is to be a constant.
 Numbers out of range raise `InputError`; the entries of a tensor are not read, since that would wait for the device.
 Value, gradient and mixed derivative (in the logits and such a tensor) are finite for every finite logit gap, but for
@@ -18,7 +20,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +33,11 @@ __all__ = [
     "LOSSES",
     "PROBABILITY_FLOOR",
     "SIGNED",
+    "SOFT",
     "TAKEN",
     "adafocal",
     "brier",
+    "classes",
     "confidence_penalty",
     "cross_entropy",
     "dual_focal",
@@ -51,7 +55,8 @@ PROBABILITY_FLOOR = 1e-6
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """-log p_y, in nats. Shapes `(N, K)`, `(N,)` -> `(N,)`."""
-    return -_log_probability(_checked(logits, labels), labels)
+    logits = _checked(logits, labels, soft=True)
+    return _expected(lambda log_p: -log_p, F.log_softmax(logits, dim=-1), labels)
 
 
 def focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
@@ -61,9 +66,9 @@ def focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor
     `PROBABILITY_FLOOR`: without the floor the gradient is NaN at p = 1 for gamma < 1, and so is the mixed
     derivative in the logits and gamma. gamma = 0 gives the value and the gradient of cross-entropy exactly.
     """
-    log_p = _log_probability(_checked(logits, labels), labels)
-    gamma = _per_sample("gamma", gamma, log_p)
-    return _modulated(log_p, lambda log_p: _miss(log_p) ** gamma)
+    log_p = F.log_softmax(_checked(logits, labels, soft=True), dim=-1)
+    gamma = _beside(_per_sample("gamma", gamma, log_p[:, 0]), labels)
+    return _expected(lambda log_p: _modulated(log_p, lambda log_p: _miss(log_p) ** gamma), log_p, labels)
 
 
 def dual_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
@@ -104,10 +109,10 @@ def adafocal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Ten
     Shapes `(N, K)`, `(N,)`, gamma of either sign -> `(N,)`. The gammas come from `metacal.gamma.AdaFocal`. Both sides
     meet at gamma = 0, cross-entropy, where the derivative in gamma is that from above.
     """
+    logits = _checked(logits, labels)
     if not isinstance(gamma, Tensor):
         require(math.isfinite(gamma), f"gamma must be finite, got {gamma}")
         return focal(logits, labels, gamma) if gamma >= 0 else inverse_focal(logits, labels, -gamma)
-    logits = _checked(logits, labels)
     log_p = _log_probability(logits, labels)
     gamma = _entries("gamma", gamma, log_p)
     up = gamma < 0
@@ -126,15 +131,16 @@ def signed_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 0.0) ->
     kink of `adafocal`. Negative gammas are for underconfidence: they weigh up samples that are right already, and
     (unlike (1 - p)^γ) stay bounded as p -> 1.
     """
-    log_p = _log_probability(_checked(logits, labels), labels)
+    log_p = F.log_softmax(_checked(logits, labels, soft=True), dim=-1)
     if not isinstance(gamma, Tensor):
         require(math.isfinite(gamma), f"gamma must be finite, got {gamma}")
         gamma = log_p.new_full((), gamma)
-    gamma = _entries("gamma", gamma, log_p)
+    gamma = _beside(_entries("gamma", gamma, log_p[:, 0]), labels)
     u = gamma.clamp(-1.0, 1.0)
     above = gamma * (0.5 + (15 * u - 10 * u**3 + 3 * u**5) / 16)
     below = above - gamma
-    return _modulated(log_p, lambda log_p: _miss(log_p) ** above * _raised(log_p, below))
+    weight = lambda log_p: _miss(log_p) ** above * _raised(log_p, below)  # noqa: E731
+    return _expected(lambda log_p: _modulated(log_p, weight), log_p, labels)
 
 
 def label_smoothing(
@@ -149,8 +155,8 @@ def label_smoothing(
     The mass α in [0, 1] is spread over all K classes, the true one included (α / K, not α / (K - 1)). It can be learned
     by an outer loop, one for all or one per class: `metacal.gamma.LearnedSmoothing`.
     """
-    log_p = F.log_softmax(_checked(logits, labels), dim=-1)
-    true = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    log_p = F.log_softmax(_checked(logits, labels, soft=True), dim=-1)
+    true = _expected(lambda log_p: log_p, log_p, labels)
     if isinstance(smoothing, Tensor):
         smoothing = _entries("smoothing", smoothing, true)
     else:
@@ -166,8 +172,8 @@ def confidence_penalty(
     H(p) = -Σ_k p_k log p_k, β = `beta` >= 0. May be negative.
     """
     check_options(confidence_penalty, beta=beta)
-    log_p = F.log_softmax(_checked(logits, labels), dim=-1)
-    true = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    log_p = F.log_softmax(_checked(logits, labels, soft=True), dim=-1)
+    true = _expected(lambda log_p: log_p, log_p, labels)
     # p log p tends to 0 with p: a class that is ruled out has no share, and no 0 · inf.
     ruled_out = log_p == -math.inf
     return -true + beta * (log_p.exp() * log_p.masked_fill(ruled_out, 0.0)).sum(dim=-1)
@@ -175,15 +181,14 @@ def confidence_penalty(
 
 def brier(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum_k (p_k - 1[k = y])^2, in [0, 2] (Brier 1950). Shapes `(N, K)`, `(N,)` -> `(N,)`."""
-    logits = _checked(logits, labels)
-    probs = F.softmax(logits, dim=-1)
-    return _less_one_at(probs, labels).square().sum(dim=-1)
+    logits = _checked(logits, labels, soft=True)
+    return _less_rows(F.softmax(logits, dim=-1), labels).square().sum(dim=-1)
 
 
 def mse(logits: Tensor, labels: Tensor) -> Tensor:
     """1/K sum_k (z_k - 1[k = y])^2: squared error of the logits against one-hot. `(N, K)`, `(N,)` -> `(N,)`."""
-    logits = _checked(logits, labels)
-    return _less_one_at(logits, labels).square().mean(dim=-1)
+    logits = _checked(logits, labels, soft=True)
+    return _less_rows(logits, labels).square().mean(dim=-1)
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -203,6 +208,9 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 SIGNED = ("adafocal", "signed_focal")
 """Losses whose gamma may be negative."""
 
+SOFT = ("brier", "confidence_penalty", "cross_entropy", "focal", "label_smoothing", "mse", "signed_focal")
+"""Losses that take probabilities of the classes as labels."""
+
 TAKEN = ("gamma", "smoothing")
 """Names of the argument of a loss that a source of `metacal.gamma` gives."""
 
@@ -213,10 +221,26 @@ def takes(loss: Callable[..., Tensor]) -> str | None:
     return next((name for name in TAKEN if name in arguments), None)
 
 
-def _checked(logits: Tensor, labels: Tensor) -> Tensor:
-    """The logits in float32 or better, once the shapes and types are right."""
+def classes(labels: Tensor) -> Tensor:
+    """Class indices (N,) of labels: of probabilities (N, K) the most probable class."""
+    return labels.argmax(-1) if labels.dim() == 2 else labels
+
+
+def _checked(logits: Tensor, labels: Tensor, soft: bool = False) -> Tensor:
+    """The logits in float32 or better, once the shapes and types are right.
+
+    soft: labels may be probabilities of the classes.
+    """
     if logits.dim() != 2:
         raise InputError(f"logits must have shape (N, K), got {tuple(logits.shape)}")
+    if labels.dim() == 2 and labels.is_floating_point():
+        require(soft, f"labels that are probabilities of the classes go with the losses {', '.join(SOFT)} only")
+        require(
+            labels.shape == logits.shape,
+            f"labels that are probabilities must have the shape of the logits {tuple(logits.shape)}, got "
+            f"{tuple(labels.shape)}",
+        )
+        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if labels.shape != logits.shape[:1]:
         raise InputError(
             f"labels must have shape ({logits.shape[0]},) like the logits' rows, got {tuple(labels.shape)}"
@@ -226,8 +250,23 @@ def _checked(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-def _less_one_at(x: Tensor, labels: Tensor) -> Tensor:
-    """x - 1[k = y], without the matrix of ones and zeros."""
+def _expected(loss: Callable[[Tensor], Tensor], log_p: Tensor, labels: Tensor) -> Tensor:
+    """`loss` of log p_y in each row; Σ_k q_k of it for probabilities q, where a class without a share has none."""
+    if labels.dim() == 1:
+        return loss(log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+    possible = log_p.masked_fill((labels == 0) & (log_p == -math.inf), 0.0)
+    return (labels.to(log_p.dtype) * loss(possible)).sum(-1)
+
+
+def _beside(value: float | Tensor, labels: Tensor) -> Any:
+    """A number for each sample, in the shape of the labels' classes where these are probabilities."""
+    return value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() == 1 and labels.dim() == 2 else value
+
+
+def _less_rows(x: Tensor, labels: Tensor) -> Tensor:
+    """x - 1[k = y], without the matrix of ones and zeros; x less the probabilities where labels are such."""
+    if labels.dim() == 2:
+        return x - labels.to(x.dtype)
     return x.scatter_add(-1, labels.unsqueeze(-1), x.new_full((len(x), 1), -1.0))
 
 

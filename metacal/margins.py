@@ -18,8 +18,8 @@ from torch import Tensor
 
 from metacal.calibration.measures import ece
 from metacal.errors import InputError, require
+from metacal.inputs import logits_in
 from metacal.modes import evaluation_mode
-from metacal.network import logits_in
 from metacal.pixels import Pixels, to_inputs
 from metacal.predictions import Predictions
 
@@ -275,7 +275,7 @@ def _exact_margins(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _logits_of(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     out = logits_in(model(x))
-    return out[0] if isinstance(out, tuple) else out
+    return logits_in(out[0]) if isinstance(out, tuple) else out
 
 
 def _log_moment(margin: Tensor) -> float:

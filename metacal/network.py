@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from metacal.errors import InputError, require
+from metacal.inputs import call, logits_in
 
 __all__ = [
     "ModuleState",
@@ -31,7 +32,6 @@ __all__ = [
     "Streams",
     "check_repeated",
     "coupling_layer",
-    "logits_in",
     "logits_of",
     "on_copies",
     "outputs_of",
@@ -49,11 +49,6 @@ def plain(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def logits_in(result: Any) -> Any:
-    """The logits of an output that holds them under that name, as those of many model libraries do; else the output."""
-    return result if isinstance(result, Tensor) else getattr(result, "logits", result)
-
-
 def outputs_of(result: Any) -> Outputs:
     """What a network returned, as logits and features.
 
@@ -61,7 +56,7 @@ def outputs_of(result: Any) -> Outputs:
     """
     result = logits_in(result)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
-        return result[0], result[1]
+        return logits_in(result[0]), result[1]
     if not isinstance(result, Tensor):
         kind = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, (tuple, list)) else "")
         raise InputError(f"model must return logits (N, K) or (logits, features), it returned {kind}")
@@ -96,7 +91,7 @@ class Network:
 
     def __call__(self, x: Tensor) -> Outputs:
         """A training pass: buffers, attributes and random streams move as in any other."""
-        return outputs_of(self.trained(x))
+        return outputs_of(call(self.trained, x))
 
     @contextmanager
     def holding(self, params: list[Tensor]) -> Iterator[None]:
@@ -119,7 +114,7 @@ class Network:
     def plainly(self, x: Tensor) -> Outputs:
         """A pass of the uncompiled model, by operations that have second derivatives; state moves as in any other."""
         with plain_attention():
-            return outputs_of(self.model(x))
+            return outputs_of(call(self.model, x))
 
     def aside(self, x: Tensor, state: ModuleState | None = None) -> Outputs:
         """The same, leaving buffers and attributes alone; from `state` where given. Random streams do move."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from metacal import ranks
 from metacal.errors import InputError, require
+from metacal.inputs import LABEL_KEYS, Inputs, call, logits_in, named_tensors, pair_in, placed
 from metacal.modes import evaluation_mode
-from metacal.network import logits_in
 from metacal.predictions import Predictions
 
 __all__ = ["Data", "Epochs", "predict", "predict_epoch"]
@@ -33,9 +33,10 @@ def predict(
     of its parameters.
 
     Args:
-        model: x -> logits (N, K), an object with `logits`, or (logits, features) as `metacal.Backbone` gives.
-        data: a DataLoader or another iterable of (x, y), or a pair of tensors (x, y), which is cut into batches of
-            `batch_size`.
+        model: x -> logits (N, K), an object with `logits`, or (logits, features) as `metacal.Backbone` gives. One logit
+            z a sample stands for the two of (0, z).
+        data: a DataLoader or another iterable of (x, y), or of dictionaries that hold the labels beside the arguments
+            of the model; or a pair of tensors (x, y), which is cut into batches of `batch_size`.
         device: where to send the batches; None: where the model's parameters are. The model is not moved.
     """
     tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
@@ -45,8 +46,8 @@ def predict(
     logits, labels = [], []
     with torch.no_grad(), evaluation_mode(model):
         for x, y in _batches(data, batch_size):
-            out = logits_in(model(x.to(device, dtype if x.is_floating_point() else None)))
-            z = out[0] if isinstance(out, tuple) else out
+            out = logits_in(call(model, placed(x, device, dtype)))
+            z = logits_in(out[0]) if isinstance(out, tuple) else out
             logits.append(z.detach().cpu())
             labels.append(torch.as_tensor(y).cpu())
     require(len(logits) > 0, "data must give at least one batch (x, y), got none")
@@ -101,6 +102,12 @@ def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(x.split(batch_size), y.split(batch_size))
         return
     for batch in data:
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            raise InputError(f"data must give batches (x, y), got {type(batch).__name__}")
-        yield batch[0], batch[1]
+        pair = pair_in(batch)
+        if pair is None:
+            raise InputError(
+                f"data must give batches (x, y) or dictionaries with one of {', '.join(LABEL_KEYS)}, got "
+                f"{type(batch).__name__}"
+            )
+        x, y = pair
+        several = named_tensors(x)
+        yield x if several is None else Inputs(several), y

@@ -307,3 +307,42 @@ def test_bad_input() -> None:
     ]:
         with pytest.raises(InputError, match=match):
             call()
+
+
+@pytest.mark.parametrize("name", losses.SOFT)
+def test_probabilities_as_labels(name: str) -> None:
+    """Σ_k q_k ℓ(k), and its gradient and mixed derivative in gamma; squares take q in the place of the one-hot row."""
+    loss = losses.LOSSES[name]
+    z, y = batch(7, 4)
+    q = torch.rand(7, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    q = q / q.sum(1, keepdim=True)
+    gamma = torch.linspace(0.2, 3, 7, dtype=torch.float64, requires_grad=True)
+    more = {"gamma": gamma} if losses.takes(loss) == "gamma" else {}
+
+    def derivatives(value: Tensor) -> Iterator[Tensor]:
+        yield value.detach()
+        (gradient,) = torch.autograd.grad(value.sum(), z, create_graph=True)
+        yield gradient.detach()
+        if more:
+            yield from torch.autograd.grad((gradient * torch.arange(4)).sum(), gamma)
+
+    z.requires_grad_()
+    expected = sum(q[:, k] * loss(z, torch.full_like(y, k), **more) for k in range(4))
+    if name in ("brier", "mse"):
+        scores = torch.softmax(z, 1) if name == "brier" else z
+        expected = (scores - q).square().sum(1) / (1 if name == "brier" else 4)
+    for found, wanted in zip(derivatives(loss(z, q, **more)), derivatives(expected)):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(z, F.one_hot(y, 4).double()), loss(z, y), rtol=1e-12, atol=1e-14)
+        ruled_out = loss(torch.tensor([[0.0, 1.0, -math.inf]]), torch.tensor([[0.3, 0.7, 0.0]]))
+    assert name in ("mse", "label_smoothing") or torch.isfinite(ruled_out).all()
+
+
+def test_probabilities_are_refused_by_name() -> None:
+    z, y = batch()
+    for name in set(losses.LOSSES) - set(losses.SOFT):
+        with pytest.raises(InputError, match=r"go with the losses brier, .* only"):
+            losses.LOSSES[name](z, F.one_hot(y, 4).double())
+    with pytest.raises(InputError, match=r"must have the shape of the logits \(6, 4\), got \(6, 3\)"):
+        losses.cross_entropy(z, torch.ones(6, 3) / 3)

@@ -21,6 +21,7 @@ __all__ = ["Batch", "Last", "joined", "last_of", "mean_of", "penalty_on", "sum_c
 class Batch:
     """A training batch at its step, or a part of one: of a batch in chunks, or this rank's share of one.
 
+    soft: the probabilities (N, K) of the classes that the loss is given in the place of y, their most probable class.
     other, weight: of a mixed batch, the other labels and the weight of the first. start, total: the place of its first
     sample in the whole batch, and how many that has; None: it is the whole. class_weight: the mean of the samples'
     class weights over the whole batch; None: there are none. counts: how many samples of the whole each rank has; None:
@@ -31,6 +32,7 @@ class Batch:
     y: Tensor
     count: int
     epoch: float
+    soft: Tensor | None = None
     other: Tensor | None = None
     weight: float = 1.0
     start: int = 0
@@ -52,10 +54,14 @@ class Batch:
         """At most `size` samples each; None: the whole."""
         if size is None or size >= len(self.x):
             return [self]
-        starts, pairs = range(0, len(self.x), size), zip(self.x.split(size), self.y.split(size))
-        return [
-            replace(self, x=x, y=y, start=self.start + start, total=self.size) for start, (x, y) in zip(starts, pairs)
-        ]
+        starts = range(0, len(self.x), size)
+        return [self.part(x, start) for start, x in zip(starts, self.x.split(size))]
+
+    def part(self, x: Tensor, start: int) -> Batch:
+        """The samples of `x`, which begin at `start` of this."""
+        rows = slice(start, start + len(x))
+        soft = None if self.soft is None else self.soft[rows]
+        return replace(self, x=x, y=self.y[rows], soft=soft, start=self.start + start, total=self.size)
 
     def mean(self, values: Tensor) -> Tensor:
         """What this part adds to the mean over the whole batch of values `(n_p,)`, or of one number for all."""

@@ -28,8 +28,9 @@ from metacal.bilevel.passes import Engine, Pass, Recorded, unhooked
 from metacal.bilevel.penalty_report import PenaltyReport
 from metacal.errors import InputError, require
 from metacal.gamma import pool
+from metacal.losses import classes
 from metacal.mixing import mixed_loss
-from metacal.network import Network, coupling_layer, outputs_of
+from metacal.network import Network, coupling_layer
 from metacal.objective import Loss, Term
 
 __all__ = [
@@ -85,11 +86,14 @@ class Inner:
 
     def batch(self, x: Tensor, y: Tensor, count: int, epoch: float) -> Batch:
         """The batch as it is trained on: mixed, where batches are. (x, y): this rank's share of it."""
-        batch = Batch(x, y, count, epoch)
+        batch = Batch(x, y, count, epoch) if y.dim() == 1 else Batch(x, classes(y), count, epoch, soft=y)
         if ranks.size() > 1:
             rows = ranks.rows(len(x))
             batch = replace(batch, start=rows.start, total=rows.total, counts=rows.counts)
             require(batch.size > 0, "x and y must hold a sample on one rank at least, got none")
+        if batch.soft is not None:
+            require(self.mix is None, "y must be class indices (N,) where batches are mixed (mixup), got probabilities")
+            require(self.class_weight is None, "y must be class indices (N,) with class_weight, got probabilities")
         if self.mix is not None:
             batch = self._mixed(batch)
         if self.class_weight is None:
@@ -123,7 +127,7 @@ class Inner:
         """
         more = () if gamma is None else (gamma,)
         if batch.other is None:
-            values = self._of_labels(logits, batch.y, *more)
+            values = self._of_labels(logits, batch.y if batch.soft is None else batch.soft, *more)
         else:
             values = mixed_loss(self._of_labels, logits, batch.y, batch.other, batch.weight, *more)
         return values if batch.class_weight is None else values / batch.class_weight
@@ -267,11 +271,12 @@ class Inner:
 
     def check(self, x: Tensor, y: Tensor) -> None:
         """Compute every penalty and its gradient once, each rank by itself."""
+        y = classes(y)
         with ranks.alone():
             for term in self.penalties.values():
                 if (look := getattr(term.penalty, "look", None)) is not None:
                     look(x)
-                logits, features = outputs_of(self.network.trained(x))
+                logits, features = self.network(x)
                 value = term.penalty(self.network.trained, x, y, logits, features)
                 if value.requires_grad:
                     torch.autograd.grad(value, self.network.params, allow_unused=True)
@@ -317,8 +322,10 @@ def prepared(optimizer: Any, batch: Batch, chunk: int | None) -> dict[str, float
 
 def check_batch(x: Tensor, y: Tensor, suffix: str) -> None:
     """Raise `InputError` unless x and y are a batch; suffix: of their names."""
+    soft = suffix == "" and y.dim() == 2 and y.is_floating_point()
     require(
-        y.dim() == 1 and y.dtype == torch.int64, f"y{suffix} must be int64 labels (N,), got {y.dtype} {tuple(y.shape)}"
+        soft or (y.dim() == 1 and y.dtype == torch.int64),
+        f"y{suffix} must be int64 labels (N,), got {y.dtype} {tuple(y.shape)}",
     )
     require(
         len(x) == len(y) and (len(y) > 0 or ranks.size() > 1),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ def products(
         gamma = gradient.gamma
         batch = whole
         if len(run.x) < len(whole.x):
-            batch = replace(whole, x=run.x, y=whole.y[rows], start=whole.start + start, total=whole.size)
+            batch = whole.part(run.x, start)
         gamma = gamma if gamma is None or gamma.dim() == 0 else gamma[rows]
         more = None if also is None else also[rows]
         jv, part = _of_pass(inner, run, theta, batch, gamma, v, second, more)

@@ -21,6 +21,7 @@ from metacal.bilevel.passes import Engine
 from metacal.bilevel.state import Snapshot, preserved
 from metacal.bilevel.window import OuterPart, full
 from metacal.errors import require, require_packages
+from metacal.inputs import call
 from metacal.network import Streams, outputs_of, plain_attention
 
 __all__ = ["HIGHER", "TrainingStep", "Unroller", "Window", "check_unrollable", "unrolled_gradient"]
@@ -200,12 +201,12 @@ class Unroller:
             step = window.steps[i]
             step.random.restore()
             batch = inner.batch(step.x, step.y, step.count, step.epoch)
-            logits, features = outputs_of(model(batch.x))
+            logits, features = outputs_of(call(model, batch.x))
             gamma = inner.gamma(batch, logits, features, grad=True)
             return inner.penalised(inner.losses(batch, logits, gamma).mean(), batch, model, logits, features)
 
         def value_of(model: nn.Module) -> Tensor:
-            z = full(outputs_of(model(x_meta))[0])
+            z = full(outputs_of(call(model, x_meta))[0])
             meta.append(z.detach())
             return outer(z, y_meta)
 

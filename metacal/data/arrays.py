@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,21 @@ from torch import Tensor
 
 from metacal.errors import InputError, require
 from metacal.files import UNREADABLE, arrays_in
+from metacal.inputs import Inputs, named_tensors
 
-__all__ = ["as_labels", "as_tensor", "check_labels", "image_tensor", "is_image", "read_arrays", "stacked"]
+__all__ = [
+    "as_inputs",
+    "as_labels",
+    "as_tensor",
+    "check_labels",
+    "image_tensor",
+    "is_image",
+    "labelled",
+    "probabilities_in",
+    "read_arrays",
+    "several_tensors",
+    "stacked",
+]
 
 IGNORED = -100
 """What torch's cross-entropy leaves out by default, and so what many datasets mark samples with."""
@@ -44,8 +57,33 @@ def as_tensor(values: Any, what: str) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def stacked(tensors: Sequence[Tensor], what: str) -> Tensor:
-    """The tensors as one, `(n, ...)`. Raises `InputError` where their shapes differ."""
+def as_inputs(values: Any, what: str, by_place: bool = False) -> Tensor | Inputs:
+    """A batch as a tensor of numbers, or as `Inputs` where it is a dictionary of several arrays.
+
+    A dictionary of one array is that array. by_place: so are a tuple or list of several, which else are samples.
+
+    Raises:
+        InputError: as `as_tensor`, and for arrays that hold different numbers of samples.
+    """
+    if isinstance(values, Mapping) and len(values) == 1:
+        values = next(iter(values.values()))
+    tensors = several_tensors(values, what) if by_place or isinstance(values, (Mapping, Inputs)) else None
+    return as_tensor(values, what) if tensors is None else Inputs(tensors)
+
+
+def several_tensors(values: Any, what: str) -> dict[str | int, Tensor] | None:
+    """The tensors of a dictionary, or of a tuple or list of arrays; None for anything else. Bytes are integers here."""
+    several = named_tensors(values)
+    if several is None:
+        return None
+    tensors = {key: as_tensor(value, f"{what} {key!r}") for key, value in several.items()}
+    return {key: t.to(torch.int64) if t.dtype == torch.uint8 else t for key, t in tensors.items()}
+
+
+def stacked(tensors: Sequence[Any], what: str) -> Any:
+    """The tensors as one, `(n, ...)`; dictionaries of tensors as `Inputs`. Raises `InputError` for different shapes."""
+    if isinstance(tensors[0], dict):
+        return Inputs({key: stacked([t[key] for t in tensors], f"{what} {key!r}") for key in tensors[0]})
     other = next((t.shape for t in tensors if t.shape != tensors[0].shape), None)
     if other is not None:
         raise InputError(
@@ -124,16 +162,20 @@ def as_labels(
     class_names: Sequence[str] | None = None,
     place: Place = _at_index,
     number_names: bool = False,
+    ignore: int | None = None,
 ) -> tuple[Tensor, Sequence[str] | None]:
     """`values` as class indices, int64 `(n,)`, and the classes' names, None where labels are numbers without names.
 
-    Takes integers `(n,)`; one-hot rows `(n, K)`; and names, one a sample: indices into `class_names`.
+    Takes integers `(n,)` or `(n, 1)`; floats 0 and 1, as binary cross-entropy has them, for two classes or where K is
+    not known; one-hot rows `(n, K)`; rows of probabilities, which become the most probable class; and names, one a
+    sample: indices into `class_names`.
 
     Args:
         name: of the split, for messages.
         n_classes: K, if known: labels must lie below it.
         place: says where a bad one is.
         number_names: where `class_names` is None, give names the numbers of their order in the alphabet.
+        ignore: a number that labels may be beside those of the classes.
 
     Raises:
         InputError: for labels that are none of these, naming the first bad one.
@@ -146,9 +188,42 @@ def as_labels(
             class_names = sorted(set(names))
         labels = _of_names(names, name, n_classes, class_names, place)
     else:
-        labels = _indices(as_tensor(values, f"{name} labels"), name, place)
-    check_labels(labels, name, n, n_classes, place)
+        labels = _indices(as_tensor(values, f"{name} labels"), name, n_classes, place)
+    check_labels(labels, name, n, n_classes, place, ignore)
     return labels, class_names
+
+
+def labelled(labels: Tensor, ignore: int | None) -> Tensor | None:
+    """The positions of labels that are not to be ignored; None where all are such."""
+    taken = torch.ones_like(labels, dtype=torch.bool) if ignore is None else labels != ignore
+    return None if bool(taken.all()) else taken.nonzero().squeeze(1)
+
+
+def probabilities_in(values: Any, name: str, place: Place = _at_index) -> Tensor | None:
+    """Labels that are rows of probabilities `(n, K)`, not all of them one-hot; None for other labels.
+
+    Raises:
+        InputError: for rows of floating point numbers that are no probabilities, naming the first.
+    """
+    try:
+        y = as_tensor(values, f"{name} labels")
+    except InputError:  # names, say
+        return None
+    if y.ndim != 2 or y.shape[1] < 2 or not y.is_floating_point() or _one_hot(y):
+        return None
+    bad = ~((y >= 0).all(1) & ((y.sum(1) - 1).abs() <= 1e-2))
+    if bool(bad.any()):
+        at = int(bad.int().argmax())
+        raise InputError(
+            f"{name} labels of shape {tuple(y.shape)} must be one-hot, or probabilities that are >= 0 and sum to 1; "
+            f"they sum to {float(y[at].sum()):.6g} {place(at)}, the least is {float(y[at].min()):.6g}"
+        )
+    return y
+
+
+def _one_hot(y: Tensor) -> bool:
+    hot = y != 0
+    return bool((hot.sum(1) == 1).all()) and bool((y[hot] == 1).all())
 
 
 def _texts(values: Any, name: str) -> list[str] | None:
@@ -157,11 +232,8 @@ def _texts(values: Any, name: str) -> list[str] | None:
         return None
     if not isinstance(values, (list, tuple)):
         values = np.asarray(values)
-        text = values.dtype.kind in "US" or (values.dtype == object and any(isinstance(v, str) for v in values.flat))
-        require(
-            not text or values.ndim != 2 or values.shape[1] != 1,
-            f"{name} labels must hold one class name a sample, shape (N,), got {values.shape}; use y.squeeze(1)",
-        )
+        if values.ndim == 2 and values.shape[1] == 1:
+            values = values[:, 0]
         if values.dtype.kind not in "USO" or values.ndim != 1:
             return None
     entries = list(values)
@@ -183,19 +255,27 @@ def _of_names(
     return torch.tensor([index[v] for v in names])
 
 
-def _indices(y: Tensor, name: str, place: Place) -> Tensor:
-    """Class indices of integers or of one-hot rows."""
+def _indices(y: Tensor, name: str, n_classes: int | None, place: Place) -> Tensor:
+    """Class indices of integers, of one-hot rows, or of rows of probabilities."""
     if y.ndim == 2 and y.shape[1] > 1:
-        hot = y != 0
+        if _one_hot(y):
+            return (y != 0).int().argmax(1)
         require(
-            bool((hot.sum(1) == 1).all()) and bool((y[hot] == 1).all()),
-            f"{name} labels must be one class a sample: class indices (N,) or one-hot rows, got rows of shape "
-            f"{tuple(y.shape)} that are not one-hot; several or soft labels a sample cannot be trained on",
+            y.is_floating_point(),
+            f"{name} labels must be one class a sample: class indices (N,), one-hot rows or probabilities, got rows of "
+            f"shape {tuple(y.shape)}, {y.dtype}, that are not one-hot; several labels a sample cannot be trained on",
         )
-        return hot.int().argmax(1)
-    hint = "; use y.squeeze(1)" if y.ndim == 2 else ""
-    require(y.ndim == 1, f"{name} labels must hold one class index a sample, shape (N,), got {tuple(y.shape)}{hint}")
+        probabilities_in(y, name, place)
+        require(
+            n_classes is None or y.shape[1] == n_classes,
+            f"{name} labels are probabilities of {y.shape[1]} classes, and the model has {n_classes} outputs",
+        )
+        return y.argmax(1)
+    y = y.squeeze(1) if y.ndim == 2 else y
+    require(y.ndim == 1, f"{name} labels must hold one class index a sample, shape (N,), got {tuple(y.shape)}")
     if y.is_floating_point():
+        if n_classes in (None, 2) and bool(((y == 0) | (y == 1)).all()):
+            return y.long()
         whole = y == y.round()
         at = int((~whole).int().argmax())
         hint = "; for class indices use y.long()" if bool(whole.all()) else f", {float(y[at]):.6g} {place(at)}"
@@ -204,17 +284,26 @@ def _indices(y: Tensor, name: str, place: Place) -> Tensor:
     return y.to(torch.int64)
 
 
-def check_labels(labels: Tensor, name: str, n: int, n_classes: int | None = None, place: Place = _at_index) -> None:
-    """Raise `InputError` unless there are `n` labels, each in 0..K−1 (from 0 on, if K is not known)."""
+def check_labels(
+    labels: Tensor,
+    name: str,
+    n: int,
+    n_classes: int | None = None,
+    place: Place = _at_index,
+    ignore: int | None = None,
+) -> None:
+    """Raise `InputError` unless there are `n` labels, each in 0..K−1 (from 0 on, if K is not known) or `ignore`."""
     require(len(labels) == n, f"{name} inputs and labels must be equally many, got {n} and {len(labels)}")
     bad = labels < 0 if n_classes is None else (labels < 0) | (labels >= n_classes)
+    if ignore is not None:
+        bad &= labels != ignore
     if not bool(bad.any()):
         return
     at = int(bad.int().argmax())
     value = int(labels[at])
     hint = ""
     if value == IGNORED:
-        hint = f"; {IGNORED}, with which torch marks samples to ignore, is no class: leave them out of the data"
+        hint = f"; {IGNORED}, with which torch marks samples to ignore, is no class: give ignore_index={IGNORED}"
     elif value == n_classes and int(labels.min()) == 1:
         hint = "; labels start at 0: subtract 1"
     limits = ">= 0" if n_classes is None else f"in 0..{n_classes - 1} (the model's outputs)"

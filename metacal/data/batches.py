@@ -196,6 +196,7 @@ class Batches:
                 stored = _crop_and_mirror(stored, rows, plan.draws)
             x = stored if split.transform is None else split.transform(stored)
             y = split.labels[plan.index] if labels is None else labels
+            y = y if split.soft is None else split.soft[plan.index]
             yield (x, y, plan.index) if self.with_index else (x, y)
 
     def _stored(self, plans: Iterator[_Plan]) -> Iterator[tuple[_Plan, Tensor, Tensor | None]]:
@@ -253,7 +254,8 @@ class _Fetch:
                 items.append(self.dataset[i])
         if isinstance(items[0], Tensor):
             return stacked(items, "inputs"), None
-        return stacked([torch.as_tensor(x) for x, *_ in items], "inputs"), torch.tensor([int(y) for _, y, *_ in items])
+        inputs = [x if isinstance(x, dict) else torch.as_tensor(x) for x, *_ in items]
+        return stacked(inputs, "inputs"), torch.tensor([int(y) for _, y, *_ in items])
 
 
 def _errors_in_one_line(loader: DataLoader) -> Iterator[Any]:

@@ -8,7 +8,7 @@ both. Nothing is guessed from one image.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,11 +16,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from metacal.data.arrays import as_tensor
+from metacal.data.arrays import as_inputs, as_tensor
 from metacal.data.splits import Transform
 from metacal.errors import InputError, require
+from metacal.inputs import Inputs
 
-__all__ = ["InputKind", "Task", "remember", "require_finite", "trained_on"]
+__all__ = ["AnyKind", "InputKind", "InputKinds", "Task", "kind_of", "remember", "require_finite", "trained_on"]
 
 _BOXES = ((0.0, 1.0), (-8.0, 8.0))  # where pixels in [0, 1] lie, and where normalised ones do
 _NEARLY_ALL = 0.95
@@ -35,11 +36,15 @@ class Task:
         n_classes: K; labels must lie in 0..K−1.
         dtype: of its parameters, and so of inputs that are floating point; None: they stay as they are.
         class_names: of the classes 0, 1, ..., where the training labels were names.
+        ignore_index: the label of samples that are left out; None: there is none.
+        soft: labels that are probabilities (N, K) are wanted as such, and not as the most probable class.
     """
 
     n_classes: int | None = None
     dtype: torch.dtype | None = None
     class_names: Sequence[str] | None = None
+    ignore_index: int | None = None
+    soft: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +110,8 @@ class InputKind:
         Raises:
             InputError: as `prepare`.
         """
-        x = as_tensor(x, f"{name} inputs")
+        single = isinstance(x, Mapping) and len(x) == 1
+        x = as_tensor(next(iter(x.values())) if single else x, f"{name} inputs")
         require(x.ndim >= 1 and len(x) > 0, f"{name} inputs are empty (shape {tuple(x.shape)})")
         x = self._of_type(self._of_shape(x, name), name)
         if x.is_floating_point():
@@ -135,6 +141,9 @@ class InputKind:
     def _of_type(self, x: Tensor, name: str) -> Tensor:
         """`x` with the recorded type, where its values mean the same in it."""
         given = x.dtype
+        if self.dtype == torch.bool:
+            require(given == torch.bool, f"{name} inputs are {_shown(x)}, and the model was trained on bools")
+            return x
         if self.dtype == torch.uint8:
             if given == torch.uint8 or (x.is_floating_point() and self.normalised_too):
                 return x
@@ -185,6 +194,43 @@ class InputKind:
         return f"{str(self.dtype).removeprefix('torch.')} in [{self.low:.4g}, {self.high:.4g}]"
 
 
+@dataclass(frozen=True, eq=False)
+class InputKinds:
+    """The kinds of the several tensors that a model was trained on, each the argument of its forward by that key."""
+
+    kinds: Mapping[str | int, InputKind]
+    transform: None = None
+    dtype: None = None
+    normalised_too: bool = False
+
+    def accept(self, x: Any, name: str, ranged: bool = True) -> Inputs:
+        """Inputs of these kinds. Raises `InputError` for other arguments, or for one of another kind."""
+        x = as_inputs(x, f"{name} inputs", by_place=True)
+        given = list(x.tensors) if isinstance(x, Inputs) else None
+        require(
+            given is not None and set(given) == set(self.kinds),
+            f"{name} inputs must hold {', '.join(map(repr, self.kinds))}, as those that the model was trained on, got "
+            f"{'one tensor' if given is None else ', '.join(map(repr, given))}",
+        )
+        return Inputs({key: k.accept(x.tensors[key], f"{name} {key!r}", ranged) for key, k in self.kinds.items()})
+
+    prepare = accept
+
+    def transform_of(self, x: Inputs) -> None:
+        """Several tensors go to the model as they are."""
+
+
+AnyKind = InputKind | InputKinds
+
+
+def kind_of(inputs: Iterable[Tensor | Inputs], transform: Transform | None) -> AnyKind:
+    """As `InputKind.of`, for inputs of several tensors too."""
+    batches: list[Any] = list(inputs)
+    if not isinstance(batches[0], Inputs):
+        return InputKind.of(batches, transform)
+    return InputKinds({key: InputKind.of([x.tensors[key] for x in batches], None) for key in batches[0].tensors})
+
+
 def _ends(x: Tensor, transform: Transform | None) -> tuple[Tensor, Tensor]:
     """The least and the largest value of every input, (n,), in what the model sees of it."""
     if transform is None:
@@ -218,15 +264,15 @@ def require_finite(x: Tensor, name: str) -> None:
         )
 
 
-_TRAINED: WeakKeyDictionary[nn.Module, tuple[InputKind, Task]] = WeakKeyDictionary()
+_TRAINED: WeakKeyDictionary[nn.Module, tuple[AnyKind, Task]] = WeakKeyDictionary()
 
 
-def remember(model: nn.Module, kind: InputKind, task: Task) -> None:
+def remember(model: nn.Module, kind: AnyKind, task: Task) -> None:
     """Keep, for as long as `model` lives, what it was trained on."""
     _TRAINED[model] = replace(kind, normalised_too=True), task
 
 
-def trained_on(model: Any) -> tuple[InputKind, Task] | None:
+def trained_on(model: Any) -> tuple[AnyKind, Task] | None:
     """What `model`, or the module that it wraps as `net`, was trained on in this process; None where nobody knows."""
     for module in (model, getattr(model, "net", None)):
         if isinstance(module, nn.Module) and module in _TRAINED:

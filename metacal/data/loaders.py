@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from metacal.data.arrays import as_labels, as_tensor
+from metacal.data.arrays import as_inputs, as_labels, labelled, probabilities_in
 from metacal.data.batches import derived_seed, global_rng
 from metacal.data.kind import Task
 from metacal.data.pairs import shown_types
 from metacal.errors import InputError, require
+from metacal.inputs import LABEL_KEYS, pair_in, placed
 
 __all__ = ["LoaderBatches"]
 
@@ -56,7 +56,7 @@ class LoaderBatches:
         self.task = task or Task()
         self.least = least
         if (labels := self._known_labels()) is not None:
-            as_labels(labels, stream, len(labels), self.task.n_classes, self.task.class_names)
+            self._classes(labels, len(labels))
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -66,13 +66,19 @@ class LoaderBatches:
         """The batches `start`, `start + stride`, ... of one epoch."""
         with global_rng(derived_seed(self.seed, self.stream, epoch)):
             batches = iter(self.loader)
+        some = False
         for i in range(len(self)):
             with global_rng(derived_seed(self.seed, self.stream, epoch, i)):
                 batch = next(batches, None)
             if batch is None:
                 return
-            if i >= start and (i - start) % stride == 0:
-                yield self._checked(batch, i)
+            if i < start or (i - start) % stride != 0:
+                continue
+            checked = self._checked(batch, i)
+            if checked is not None:
+                some = True
+                yield checked
+        require(some or start > 0, f"no sample of the {self.stream} DataLoader has a label that is not ignored")
 
     def forever(self, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Epoch after epoch, from the batch with global number `start`."""
@@ -88,7 +94,8 @@ class LoaderBatches:
             n = len(self.loader.sampler)  # type: ignore[arg-type]
         except TypeError:
             return None
-        if size is None or isinstance(self.loader.dataset, torch.utils.data.IterableDataset):
+        unknown = size is None or isinstance(self.loader.dataset, torch.utils.data.IterableDataset)
+        if size is None or unknown or self.task.ignore_index is not None:
             return None
         return size if self.loader.drop_last or n % size == 0 else n % size
 
@@ -103,21 +110,33 @@ class LoaderBatches:
         labels = data.tensors[1]
         return labels if index is None else labels[index]
 
-    def _checked(self, batch: Any, number: int) -> tuple[Tensor, Tensor]:
-        pair = isinstance(batch, (tuple, list)) and len(batch) >= 2
-        require(
-            pair and isinstance(batch[0], (Tensor, np.ndarray)),
-            f"the {self.stream} DataLoader must give batches (inputs, labels) of tensors, got {shown_types(batch)}",
+    def _classes(self, values: Any, n: int, place: Callable[[int], str] | None = None) -> Tensor:
+        """Class indices (n,) of labels as they come."""
+        task, more = self.task, {} if place is None else {"place": place}
+        labels, _ = as_labels(
+            values, self.stream, n, task.n_classes, task.class_names, ignore=task.ignore_index, **more
         )
-        x = as_tensor(batch[0], f"{self.stream} inputs")
-        y, _ = as_labels(
-            batch[1],
-            self.stream,
-            len(x),
-            self.task.n_classes,
-            self.task.class_names,
-            lambda i: f"for sample {i} of batch {number}",
-        )
+        return labels
+
+    def _checked(self, batch: Any, number: int) -> tuple[Any, Tensor] | None:
+        """A batch as the model takes it; None where all its labels are to be ignored."""
+
+        def place(i: int) -> str:
+            return f"for sample {i} of batch {number}"
+
+        pair = pair_in(batch)
+        if pair is None:
+            raise InputError(
+                f"the {self.stream} DataLoader must give batches (inputs, labels), or dictionaries with one of "
+                f"{', '.join(LABEL_KEYS)} beside the inputs, got {shown_types(batch)}"
+            )
+        x: Any = as_inputs(pair[0], f"{self.stream} inputs", by_place=True)
+        y = self._classes(pair[1], len(x), place)
+        soft = probabilities_in(pair[1], self.stream, place) if self.task.soft else None
+        if (rows := labelled(y, self.task.ignore_index)) is not None:
+            x, y = x[rows], y[rows]
+        if len(x) == 0:
+            return None
         require(
             len(x) >= self.least,
             f"batch {number} of the {self.stream} DataLoader has {len(x)} sample, and the model needs {self.least} for "
@@ -125,6 +144,5 @@ class LoaderBatches:
         )
         if self.prepare is not None:
             x = self.prepare(x, f"{self.stream} batch {number}:")
-        if x.is_floating_point() and self.task.dtype is not None:
-            x = x.to(self.task.dtype)
+        x, y = placed(x, x.device, self.task.dtype), y if soft is None else placed(soft, soft.device, self.task.dtype)
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)

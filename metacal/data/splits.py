@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from metacal.errors import InputError, require
 from metacal.folds import dealt
+from metacal.inputs import Inputs
 
 __all__ = [
     "Folds",
@@ -57,11 +59,12 @@ class Transform:
 class Split:
     """One part of the data.
 
-    `storage` is a tensor of all stored inputs `(n, ...)` on the device, or a map-style dataset that a
+    `storage` is a tensor of all stored inputs `(n, ...)` on the device (or `Inputs`), or a map-style dataset that a
     DataLoader streams: `dataset[i]` is the stored input (a tensor), or with `yields_labels` a pair of it and
     the label. `labels` (n,) are int64 on the device. `transform` is None for inputs that are used as they
     are. `class_names` are those of the classes 0, 1, ..., where the data name them. `order` puts ascending positions
     into a random order in which they are quickly read, such as `by_shard`; None: one order is as quick as another.
+    `soft` (n, K) are probabilities of the classes to train on; `labels` are then the most probable ones.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Split:
     yields_labels: bool = False
     class_names: Sequence[str] | None = None
     order: Callable[[Tensor, torch.Generator], Tensor] | None = None
+    soft: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -82,7 +86,14 @@ class Split:
 
     @property
     def in_memory(self) -> bool:
-        return isinstance(self.storage, Tensor)
+        return isinstance(self.storage, (Tensor, Inputs))
+
+    def at(self, positions: Tensor, name: str) -> Split:
+        """The samples at `positions` (on the CPU), in that order."""
+        rows = positions.to(self.device)
+        storage = self.storage[rows] if self.in_memory else Subset(self.storage, positions.tolist())
+        soft = None if self.soft is None else self.soft[rows]
+        return replace(self, name=name, storage=storage, labels=self.labels[rows], soft=soft)
 
     @property
     def input_shape(self) -> tuple[int, ...]:

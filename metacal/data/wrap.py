@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from metacal.data.arrays import as_labels, as_tensor, check_labels, stacked
+from metacal.data.arrays import as_inputs, as_labels, as_tensor, check_labels, labelled, probabilities_in, stacked
 from metacal.data.batches import Batches
-from metacal.data.kind import InputKind, Task, require_finite, trained_on
+from metacal.data.kind import AnyKind, Task, kind_of, require_finite, trained_on
 from metacal.data.loaders import LoaderBatches
 from metacal.data.pairs import LOOK, Pairs, evenly_spaced, labels_of_items
 from metacal.data.splits import Split, Transform, channel_statistics
 from metacal.errors import InputError, require
+from metacal.inputs import Inputs, pair_in, placed
 
 __all__ = ["as_batches", "as_split", "for_model", "input_kind", "loader_batches"]
 
@@ -28,7 +30,7 @@ def as_split(
     data: Any,
     name: str = "train",
     device: str | torch.device = "cpu",
-    like: Split | InputKind | None = None,
+    like: Split | AnyKind | None = None,
     workers: int = 0,
     task: Task | None = None,
 ) -> Split:
@@ -36,7 +38,8 @@ def as_split(
 
     - `(x, y)`, two tensors, arrays, data frames or lists (see `as_tensor` and `as_labels`), or a `TensorDataset` of
       the two: float inputs are used as they are; uint8 images `(N, C, H, W)` or grey `(N, H, W)` are scaled to [0, 1]
-      and normalised per channel by their own statistics.
+      and normalised per channel by their own statistics. x may be a dictionary of several arrays, which are the
+      arguments of the model by name and are used as they are.
     - any other map-style Dataset of pairs (input, label), as `Pairs` takes them: read afresh at each pass, its random
       transforms seeded by (seed, stream, epoch, batch). Images that it gives as uint8 or PIL are normalised likewise.
       Labels come from its `targets` or `labels`; lacking those, or where `task` is given and they are not what a look
@@ -46,7 +49,8 @@ def as_split(
     Args:
         like: the training split, or the kind of its inputs, for data that its model is to be given: they go through
             the same transform, or are refused (see `InputKind`).
-        task: of a model that is to be given these data. Inputs may then be integers (tokens) too.
+        task: of a model that is to be given these data. Inputs may then be integers (tokens) too. Samples whose label
+            is its `ignore_index` are left out.
 
     Raises:
         InputError: for lengths that differ, labels that are no class indices, inputs with NaN, inputs of another kind.
@@ -73,7 +77,7 @@ def as_batches(
     shuffle: bool = True,
     augment: bool = True,
     device: str | torch.device = "cpu",
-    like: Split | InputKind | None = None,
+    like: Split | AnyKind | None = None,
     task: Task | None = None,
 ) -> Batches | LoaderBatches:
     """`data` as batches: a DataLoader keeps its own batches and order; anything else goes through `as_split`.
@@ -89,10 +93,13 @@ def as_batches(
     return Batches(split, batch_size, seed, stream, shuffle=shuffle, augment=augment)
 
 
-def for_model(model: Any, data: Any, name: str) -> Any:
+def for_model(model: Any, data: Any, name: str, ignore_index: int | None = None) -> Any:
     """`data` in batches `(x, y)` as a model that `metacal.fit` trained takes them; for any other model as they are.
 
     What is neither arrays, a Dataset nor a DataLoader is iterated.
+
+    Args:
+        ignore_index: the label of samples to leave out; None: that of the training, if it had one.
 
     Raises:
         InputError: for data of another kind than those that the model was trained on.
@@ -100,16 +107,47 @@ def for_model(model: Any, data: Any, name: str) -> Any:
     if isinstance(data, (Batches, LoaderBatches)):
         return data
     trained = trained_on(model)
-    pair = isinstance(data, (tuple, list)) and len(data) == 2 and not _is_batch(data[0])
+    pair = isinstance(data, (tuple, list)) and len(data) == 2 and not (_is_batch(data[0]) and _is_batch(data[1]))
     if trained is None:
         if pair:
-            return tuple(as_tensor(values, f"{name} {what}") for values, what in zip(data, ("inputs", "labels")))
-        samples = isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not _is_batch(data[0])
-        return DataLoader(data, 512) if samples else data
+            x = as_inputs(data[0], f"{name} inputs", _by_place(*data))
+            y, _ = as_labels(data[1], name, len(x), ignore=ignore_index)
+            data = list(zip(x.split(512), y.split(512)))
+        elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not _is_batch(data[0]):
+            data = DataLoader(data, 512)
+        return _labelled(data, name, Task(ignore_index=ignore_index), lambda x, _: x)
     kind, task = trained
+    if ignore_index is not None:
+        task = replace(task, ignore_index=ignore_index)
     if pair or isinstance(data, (Dataset, DataLoader, Split)):
         return as_batches(data, 512, stream=name, shuffle=False, augment=False, like=kind, task=task).epoch(0)
-    return ((kind.prepare(x, f"{name} batch {i}:"), y, *_) for i, (x, y, *_) in enumerate(data))
+    return _labelled(data, name, task, lambda x, i: kind.prepare(x, f"{name} batch {i}:"))
+
+
+def _labelled(
+    batches: Iterable[Any], name: str, task: Task, prepare: Callable[[Any, int], Any]
+) -> Iterator[tuple[Any, Tensor]]:
+    """Batches with their labels as class indices, without samples to ignore; `prepare` gets a batch's number."""
+    for i, batch in enumerate(batches):
+        pair = pair_in(batch)
+        if pair is None:
+            raise InputError(f"{name} must give batches (x, y), got {type(batch).__name__}")
+        x, values = pair
+        x = as_inputs(x, f"{name} inputs", by_place=True)
+
+        def place(j: int, i: int = i) -> str:
+            return f"for sample {j} of batch {i}"
+
+        y, _ = as_labels(values, name, len(x), task.n_classes, task.class_names, place, ignore=task.ignore_index)
+        if (rows := labelled(y, task.ignore_index)) is not None:
+            x, y = x[rows], y[rows]
+        if len(x):
+            yield prepare(x, i), y
+
+
+def _by_place(x: Any, y: Any) -> bool:
+    """Whether x is a tuple of several arguments of a model, and not of the samples of one."""
+    return isinstance(x, tuple) and len(x) != len(y)
 
 
 def _is_batch(value: Any) -> bool:
@@ -117,19 +155,19 @@ def _is_batch(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) > 1 and getattr(value[1], "ndim", 0) > 0
 
 
-def input_kind(split: Split) -> InputKind:
+def input_kind(split: Split) -> AnyKind:
     """The kind of a training split's inputs; of a Dataset by a look at some of them."""
     if split.in_memory:
-        return InputKind.of(split.storage.split(4096), split.transform)
+        return kind_of(split.storage.split(4096), split.transform)
     index = evenly_spaced(len(split), LOOK)
     items = (split.storage[i] for i in index)
     x = stacked([item[0] if split.yields_labels else item for item in items], f"{split.name} inputs")
-    return InputKind.of([x], split.transform)
+    return kind_of([x], split.transform)
 
 
 def loader_batches(
     loader: DataLoader, seed: int, device: str | torch.device, task: Task
-) -> tuple[LoaderBatches, InputKind]:
+) -> tuple[LoaderBatches, AnyKind]:
     """A DataLoader's batches to train on, and the kind of their inputs by a look at its first ones.
 
     uint8 images are normalised, by the statistics of up to 10,000 of them.
@@ -140,7 +178,7 @@ def loader_batches(
     if first.dtype == torch.uint8:
         as_images(first, "train")
         transform = _on(image_transform(lambda: _inputs(batches, STATISTICS), task.dtype), batches.device)
-    kind = InputKind.of(_inputs(batches, LOOK), transform)
+    kind = kind_of(_inputs(batches, LOOK), transform)
     batches.prepare = partial(kind.prepare, ranged=False)
     return batches, kind
 
@@ -160,14 +198,22 @@ def image_transform(batches: Callable[[], Iterable[Tensor]], dtype: torch.dtype 
     return Transform(1 / 255, mean, std, dtype=dtype or torch.float32)
 
 
-def _split_of_arrays(
-    x: Any, y: Any, name: str, device: torch.device, kind: InputKind | None, task: Task | None
-) -> Split:
-    x = as_tensor(x, f"{name} inputs")
+def _split_of_arrays(x: Any, y: Any, name: str, device: torch.device, kind: AnyKind | None, task: Task | None) -> Split:
+    values, x = y, as_inputs(x, f"{name} inputs", _by_place(x, y))
     require(x.ndim >= 1 and len(x) > 0, f"{name} data are empty (x has shape {tuple(x.shape)})")
     wanted = task or Task()
-    labels, class_names = as_labels(y, name, len(x), wanted.n_classes, wanted.class_names, number_names=kind is None)
-    if kind is not None:
+    ignore, known = wanted.ignore_index, (wanted.n_classes, wanted.class_names)
+    labels, class_names = as_labels(values, name, len(x), *known, number_names=kind is None, ignore=ignore)
+    soft = probabilities_in(values, name) if wanted.soft else None
+    if (rows := labelled(labels, ignore)) is not None:
+        require(len(rows) > 0, f"{name} labels are all {ignore}, which is to be ignored")
+        x, labels = x[rows.to(x.device)], labels[rows]
+    if isinstance(x, Inputs) and kind is None:
+        transform = None
+        for key, t in x.tensors.items():
+            if t.is_floating_point():
+                require_finite(t, f"{name} {key!r}")
+    elif kind is not None:
         x = kind.accept(x, name)
         transform = kind.transform_of(x)
     elif x.dtype == torch.uint8:
@@ -181,19 +227,25 @@ def _split_of_arrays(
         )
         if x.is_floating_point():
             require_finite(x, name)
-    if transform is None and x.is_floating_point() and wanted.dtype is not None:
-        x = x.to(wanted.dtype)
-    return Split(name, x.contiguous().to(device), labels.to(device), _on(transform, device), class_names=class_names)
+    if transform is None:
+        x = placed(x, x.device, wanted.dtype)
+    soft = None if soft is None else placed(soft, device, wanted.dtype)
+    x, labels, transform = x.contiguous().to(device), labels.to(device), _on(transform, device)
+    return Split(name, x, labels, transform, class_names=class_names, soft=soft)
 
 
 def _split_of_dataset(
-    data: Any, name: str, device: torch.device, kind: InputKind | None, task: Task | None, workers: int
+    data: Any, name: str, device: torch.device, kind: AnyKind | None, task: Task | None, workers: int
 ) -> Split:
     n = len(data)
     require(n > 0, f"{name} dataset is empty")
-    pairs = Pairs(data, name, task or Task(), kind)
-    labels, class_names = _labels_of_dataset(data, name, n, task, number_names=kind is None)
-    pairs.task = Task(pairs.task.n_classes, pairs.task.dtype, class_names)
+    pairs, wanted = Pairs(data, name, task or Task(), kind), task or Task()
+    labels, class_names, soft = _labels_of_dataset(data, name, n, task, number_names=kind is None)
+    if (rows := labelled(labels, wanted.ignore_index)) is not None:
+        require(len(rows) > 0, f"{name} labels are all {wanted.ignore_index}, which is to be ignored")
+        data, labels, n = Subset(data, rows.tolist()), labels[rows], len(rows)
+        pairs = Pairs(data, name, wanted, kind)
+    pairs.task = replace(pairs.task, class_names=class_names)
     index = evenly_spaced(n, LOOK)
     transform = None
     if kind is not None:
@@ -202,21 +254,28 @@ def _split_of_dataset(
     elif (first := next(pairs.inputs([0]))).dtype == torch.uint8:
         as_images(first, name)
         transform = image_transform(lambda: pairs.inputs(evenly_spaced(n, STATISTICS)), pairs.task.dtype)
-    return Split(name, pairs, labels.to(device), _on(transform, device), workers, True, class_names)
+    soft = None if soft is None else placed(soft, device, wanted.dtype)
+    return Split(name, pairs, labels.to(device), _on(transform, device), workers, True, class_names, soft)
 
 
 def _labels_of_dataset(
     data: Any, name: str, n: int, task: Task | None, number_names: bool
-) -> tuple[Tensor, Sequence[str] | None]:
-    """Class indices (n,) and the classes' names, from an attribute of the dataset if that is true, else by reading."""
+) -> tuple[Tensor, Sequence[str] | None, Tensor | None]:
+    """Class indices (n,), the classes' names, and probabilities (n, K) where labels are such and wanted.
+
+    They come from an attribute of the dataset if that is true, else by reading.
+    """
     wanted = task or Task()
     names = wanted.class_names if wanted.class_names is not None else _class_names(data, wanted.n_classes)
     declared = _declared_labels(data, n)
-    if declared is not None and (task is None or _agrees(declared, data, n, names)):
-        check_labels(declared, name, n, wanted.n_classes)
-        return declared, names
+    if declared is not None and (task is None or _agrees(declared, data, n, names, wanted.ignore_index)):
+        check_labels(declared, name, n, wanted.n_classes, ignore=wanted.ignore_index)
+        return declared, names, None
     items = labels_of_items(data, range(n))
-    return as_labels(items, name, n, wanted.n_classes, names, number_names=number_names)
+    labels, names = as_labels(
+        items, name, n, wanted.n_classes, names, number_names=number_names, ignore=wanted.ignore_index
+    )
+    return labels, names, probabilities_in(items, name) if wanted.soft else None
 
 
 def _declared_labels(data: Any, n: int) -> Tensor | None:
@@ -230,11 +289,11 @@ def _declared_labels(data: Any, n: int) -> Tensor | None:
     return labels.long() if labels is not None and integers else None
 
 
-def _agrees(declared: Tensor, data: Any, n: int, class_names: Sequence[str] | None) -> bool:
+def _agrees(declared: Tensor, data: Any, n: int, class_names: Sequence[str] | None, ignore: int | None) -> bool:
     """Whether the items give the labels that the dataset declares, by a look at some of them."""
     index = evenly_spaced(n, LOOK)
     try:
-        labels, _ = as_labels(labels_of_items(data, index), "", len(index), None, class_names)
+        labels, _ = as_labels(labels_of_items(data, index), "", len(index), None, class_names, ignore=ignore)
     except InputError:
         return False
     return torch.equal(labels, declared[index])

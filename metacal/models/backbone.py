@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from metacal.errors import InputError
-from metacal.network import logits_in
+from metacal.inputs import held_logits, logits_in
 
 __all__ = ["Backbone"]
 
 
 class Backbone(nn.Module):
     """`net` with its penultimate features: `forward(x) -> (logits (N, K), features (N, D))`.
+
+    What `forward` is given, `net` is given. A head of one output z, which `net` may return as (N,), is one of two
+    classes: logits are (0, z).
 
     Features are the input of the head, the Linear layer that makes the logits: `logits = features @ W.T + b`.
     The head is the last Linear layer that `net` registers, or the one named by `head`, as in
@@ -60,10 +63,10 @@ class Backbone(nn.Module):
 
     @property
     def n_classes(self) -> int:
-        """K, the number of classes."""
-        return self.head.out_features
+        """K, the number of classes: that of the head's outputs, 2 for one output."""
+        return max(2, self.head.out_features)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Logits `(N, K)` and features `(N, D)` of a batch."""
         seen: list[tuple[Tensor, Tensor]] = []
 
@@ -72,22 +75,24 @@ class Backbone(nn.Module):
 
         hook = self.head.register_forward_hook(catch)
         try:
-            return self._run(x, seen)
+            return self._run(seen, inputs, named)
         finally:
             hook.remove()
 
-    def _run(self, x: Tensor, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, seen: list[tuple[Tensor, Tensor]], inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         # A function of its own, so that torch.compile, which cannot trace the making of a hook, has the net in one
         # frame, and that frame in one graph.
-        logits = logits_in(self.net(x))
-        if not seen or seen[-1][1] is not logits:
-            self._explain(x, logits)
-        return logits, seen[-1][0].flatten(1)
+        logits = held_logits(self.net(*inputs, **named))
+        if not seen or not (seen[-1][1] is logits or _is_squeezed(logits, seen[-1][1])):
+            self._explain(logits, inputs, named)
+        return logits_in(logits), seen[-1][0].flatten(1)
 
     def extra_repr(self) -> str:
         return f"head={self.head_name!r}"
 
-    def _explain(self, x: Tensor, logits: Any) -> None:
+    def _explain(self, logits: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Raise the error for a head that does not make the logits, naming the layer that does, if one does."""
         name = type(self.net).__name__
         if not isinstance(logits, Tensor):
@@ -99,7 +104,7 @@ class Backbone(nn.Module):
         ]
         try:
             with torch.no_grad():
-                logits = logits_in(self.net(x))
+                logits = held_logits(self.net(*inputs, **named))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -109,6 +114,12 @@ class Backbone(nn.Module):
                 remedy = f"they come from {layer!r}: pass head={layer!r}"
                 break
         raise InputError(f"the logits of model {name} are not the output of its layer {self.head_name!r}; {remedy}")
+
+
+def _is_squeezed(logits: Any, output: Tensor) -> bool:
+    """Whether `logits` (N,) are the only column of a layer's output (N, 1)."""
+    one = isinstance(logits, Tensor) and output.ndim == 2 and output.shape[1] == 1 and logits.shape == output.shape[:1]
+    return one and torch.equal(logits.detach(), output.detach()[:, 0])
 
 
 def _linear_layers(net: nn.Module) -> dict[str, nn.Linear]:

@@ -198,12 +198,17 @@ def evaluate(
     val: Data | None = None,
     *,
     device: torch.device | str | None = None,
+    ignore_index: int | None = None,
     **options: Any,
 ) -> Report:
     """Report on the model's predictions for `data`; see `predict` for these, `Report` for the options.
 
     With `val` a temperature is fitted on it, and the report gives every measure after scaling as well. A model that
     `metacal.fit` trained is given its data as there: uint8 images are normalised, inputs of another kind refused.
+
+    Labels that are probabilities (N, K) of the classes count as the most probable class. Samples with the label
+    `ignore_index` are left out.
     """
-    predictions = predict(model, for_model(model, data, "data"), device)
-    return Report(predictions, None if val is None else predict(model, for_model(model, val, "val"), device), **options)
+    predictions = predict(model, for_model(model, data, "data", ignore_index), device)
+    held_out = None if val is None else predict(model, for_model(model, val, "val", ignore_index), device)
+    return Report(predictions, held_out, **options)

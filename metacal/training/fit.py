@@ -17,8 +17,7 @@ from metacal.calibration import TemperatureScaling
 from metacal.config import Config, DataConfig
 from metacal.config.compose import compose, to_yaml
 from metacal.config.unread import check_read
-from metacal.data import InputKind
-from metacal.data.kind import remember
+from metacal.data.kind import AnyKind, remember
 from metacal.deploy import CalibratedModel
 from metacal.errors import did_you_mean, require, require_packages
 from metacal.models import Backbone
@@ -118,6 +117,7 @@ def fit(
     weight_decay: float | None = None,
     class_weight: str | Sequence[float] | Mapping[Any, float] | None = None,
     freeze: str | Sequence[str] = (),
+    ignore_index: int | None = None,
     callbacks: Sequence[Callable[[dict[str, float]], Any]] = (),
     pixels: tuple[Sequence[float], Sequence[float]] | None = None,
     head: str | None = None,
@@ -135,13 +135,14 @@ def fit(
         >>> probabilities = result.predict_proba(x_new)                         # doctest: +SKIP
 
     Args:
-        model: from inputs to logits (N, K); its last Linear layer is the head, unless `head` names another.
-        train, meta, val: each a pair (x, y) of tensors or arrays, a Dataset of pairs, or a DataLoader; docs/data.md has
-            the kinds of inputs and labels. Where `val` is missing, a stratified tenth of `train` is set aside for it,
-            which a DataLoader does not allow; where `meta` is (for methods that learn their gammas), `meta_from` says
-            what serves as it. A `meta` that the method does not need is added to `train`, so that methods see
-            the same images (DataLoaders cannot be added up: there it stays unused). `val` selects the epoch and fits
-            the temperature; keep test data out of them all.
+        model: from inputs to logits (N, K), or for two classes to one logit z, which stands for (0, z); its last Linear
+            layer is the head, unless `head` names another.
+        train, meta, val: each a pair (x, y) of tensors or arrays, a Dataset of pairs, or a DataLoader, whose samples
+            may be dictionaries with the labels in them; docs/data.md has the kinds of inputs and labels. Where `val` is
+            missing, a stratified tenth of `train` is set aside for it, which a DataLoader does not allow; where `meta`
+            is (for methods that learn their gammas), `meta_from` says what serves as it. A `meta` that the method does
+            not need is added to `train`, so that methods see the same images (DataLoaders cannot be added up: there it
+            stays unused). `val` selects the epoch and fits the temperature; keep test data out of them all.
         meta_from: where `meta` is missing: ``"train"``, a stratified tenth of `train`, which is then not trained on;
             ``"val"``, the images of `val`, whose scores are then fitted; ``"folds"``, at each epoch another fold of
             `train`, which this epoch does not train on (docs/data.md). None: as the method's file says, else "train".
@@ -161,6 +162,8 @@ def fit(
         freeze: names of modules, as in `model.named_modules()`, that this training leaves as they are: their parameters
             get no gradient, BatchNorm and Dropout in them are in evaluation mode. So are other modules that are in
             evaluation mode inside a model that is not.
+        ignore_index: a label, such as -100, of samples that are left out of train, meta, val and `evaluate`: they do
+            not go through the model. None: no label means that.
         callbacks: functions that are called after each validation, with what it measured (as in `Fit.history`) and the
             model in evaluation mode; if one returns true, the training ends there.
         pixels: (mean, std) per channel, when inputs are (pixel - mean) / std with pixels in [0, 1]: what penalties that
@@ -186,7 +189,7 @@ def fit(
     chosen = choose_device(device if device != "auto" or own is None else str(next(model.parameters()).device))
     backbone.to(chosen)
     with training_mode(backbone.net), _frozen(model, freeze), _as_numbers(own):
-        data = prepare_fit(config, backbone, train, meta, val)
+        data = prepare_fit(config, backbone, train, meta, val, ignore_index)
         config.loss.class_weight = _as_listed(class_weight, data, config.loss.class_weight)
         said = pixels_as_said(pixels, data.kind, chosen)
         parts = build_parts(config, backbone, data.train, data.meta, data.val, own, said)
@@ -212,6 +215,7 @@ def fit(
 
 def _as_listed(class_weight: str | Sequence[float] | Mapping[Any, float] | None, data: FitData, default: Any) -> Any:
     """Class weights as a config has them: by a rule's name, or one number for each class; None: the default."""
+    require(class_weight is None or not data.soft, "class_weight goes with labels that are classes, not probabilities")
     if class_weight is None or isinstance(class_weight, str):
         return default if class_weight is None else class_weight
     assert data.task.n_classes is not None
@@ -381,7 +385,7 @@ def _trained(
 
 
 def pixels_as_said(
-    given: tuple[Sequence[float], Sequence[float]] | None, kind: InputKind, device: torch.device
+    given: tuple[Sequence[float], Sequence[float]] | None, kind: AnyKind, device: torch.device
 ) -> Pixels | None:
     """How the inputs are made of pixels: as said, or by the transform of uint8 images."""
     if given is not None:

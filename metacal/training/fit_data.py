@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Subset
+from torch.nn.functional import one_hot
+from torch.utils.data import ConcatDataset, DataLoader
 
 from metacal.config import Config
 from metacal.config.parts import needs_meta
-from metacal.data import InputKind, LoaderBatches, Split, Task, as_batches, as_split
+from metacal.data import LoaderBatches, Split, Task, as_batches, as_split
+from metacal.data.kind import AnyKind
 from metacal.data.splits import stratified_draw, stratified_folds
 from metacal.data.wrap import input_kind, loader_batches
 from metacal.errors import InputError, require
+from metacal.inputs import Inputs, call, cat
+from metacal.losses import SOFT
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode
 from metacal.network import Network, Streams
@@ -31,31 +35,35 @@ class FitData:
     train: AnyBatches
     meta: AnyBatches | None  # None for methods that need none
     val: AnyBatches
-    kind: InputKind
+    kind: AnyKind
     task: Task
+    soft: bool = False  # whether training labels are probabilities of the classes
 
 
-def prepare_fit(config: Config, backbone: Backbone, train: Any, meta: Any, val: Any) -> FitData:
+def prepare_fit(
+    config: Config, backbone: Backbone, train: Any, meta: Any, val: Any, ignore_index: int | None = None
+) -> FitData:
     """The batches of `metacal.fit`, whose docstring says what the data may be, on the backbone's device.
 
     Raises:
         InputError: for data that the model cannot be trained on, as far as that can be known without training.
     """
-    require(
-        backbone.n_classes > 1,
-        f"the model has one output ({backbone.head_name}), and metacal needs a logit for each class: give it two, "
-        "torch.nn.Linear(…, 2); softmax of (0, z) is the sigmoid of z",
-    )
     first = next(backbone.parameters())
-    task = Task(backbone.n_classes, first.dtype)
+    task = Task(backbone.n_classes, first.dtype, ignore_index=ignore_index)
     batches = _batches(config, train, meta, val, first.device, task)
-    for b in (batches.train, batches.meta, batches.val):
+    soft = _check(backbone, batches.train, read_all=False).ndim == 2
+    for b in (batches.meta, batches.val):
         if b is not None:
-            _check(backbone, b, read_all=b is not batches.train)
-    return batches
+            _check(backbone, b, read_all=True)
+    require(
+        not soft or config.loss.name in SOFT,
+        f"train labels are probabilities of the classes, which loss {config.loss.name!r} does not take: give class "
+        f"indices, or use one of {', '.join(SOFT)}",
+    )
+    return replace(batches, soft=soft)
 
 
-def evaluation_data(data: Any, name: str, device: torch.device, kind: InputKind, task: Task) -> AnyBatches:
+def evaluation_data(data: Any, name: str, device: torch.device, kind: AnyKind, task: Task) -> AnyBatches:
     """All samples of `data` once, in order, as a model that was trained on `kind` takes them."""
     return as_batches(data, 1024, stream=name, shuffle=False, augment=False, device=device, like=kind, task=task)
 
@@ -71,15 +79,15 @@ def _batches(config: Config, train: Any, meta: Any, val: Any, device: torch.devi
             f"{' and '.join(missing)} must be given when train is a DataLoader: nothing can be set aside from it",
         )
         batches: AnyBatches
-        batches, kind = loader_batches(train, seed, device, task)
+        batches, kind = loader_batches(train, seed, device, replace(task, soft=True))
     else:
-        split = as_split(train, "train", device, task=task)
+        split = as_split(train, "train", device, task=replace(task, soft=True))
         task = replace(task, class_names=split.class_names)
         kind = input_kind(split)
         if val is None:
             val, split = _set_aside(split, "val", seed)
         if meta is not None and not isinstance(meta, DataLoader):
-            meta = as_split(meta, "meta", device, kind, task=task)
+            meta = as_split(meta, "meta", device, kind, task=replace(task, soft=not learns))
         if meta_from == "train":
             meta, split = _set_aside(split, "meta", seed)
         elif meta_from == "folds":
@@ -90,7 +98,7 @@ def _batches(config: Config, train: Any, meta: Any, val: Any, device: torch.devi
         batches = train_batches(config, split, len(meta) if learns and isinstance(meta, Split) else 0, folds)
     outer: AnyBatches | None = None
     if folds is not None:
-        outer = meta_batches(config, split, folds)
+        outer = meta_batches(config, replace(split, soft=None), folds)
     elif learns:
         meta, size = val if meta_from == "val" else meta, config.data.meta_batch_size or META_BATCH_LIMIT
         outer = as_batches(meta, size, seed, "meta", device=device, like=kind, task=task)
@@ -108,49 +116,52 @@ def _set_aside(split: Split, name: str, seed: int) -> tuple[Split, Split]:
     rng = np.random.default_rng([seed, len(name)])
     drawn, _ = stratified_draw(labels, max(len(names), len(index) // 10), rng, names, f"{name} (a tenth of train)")
     drawn = candidates[drawn]
-    return _subset(split, drawn, name), _subset(split, np.setdiff1d(np.arange(len(index)), drawn), split.name)
+    others = np.setdiff1d(np.arange(len(index)), drawn)
+    held_out = replace(split.at(torch.from_numpy(drawn), name), soft=None)
+    return held_out, split.at(torch.from_numpy(others), split.name)
 
 
 def _joined(a: Split, b: Split) -> Split:
     """The samples of both, as `a` takes them."""
     if a.in_memory != b.in_memory or a.yields_labels != b.yields_labels:
         raise InputError("train and meta must be of one kind (both tensors, or both Datasets) to be joined")
-    storage: Any = torch.cat([a.storage, b.storage]) if a.in_memory else ConcatDataset([a.storage, b.storage])
-    return replace(a, storage=storage, labels=torch.cat([a.labels, b.labels]))
+    storage: Any = cat([a.storage, b.storage]) if a.in_memory else ConcatDataset([a.storage, b.storage])
+    soft = None
+    if a.soft is not None or b.soft is not None:
+        k = next(s.soft.shape[1] for s in (a, b) if s.soft is not None)
+        soft = torch.cat([one_hot(s.labels, k).float() if s.soft is None else s.soft for s in (a, b)])
+    return replace(a, storage=storage, labels=torch.cat([a.labels, b.labels]), soft=soft)
 
 
-def _subset(split: Split, index: np.ndarray, name: str) -> Split:
-    rows = torch.from_numpy(index)
-    if split.in_memory:
-        storage = split.storage[rows.to(split.device)]
-    else:
-        storage = Subset(split.storage, rows.tolist())
-    return replace(split, name=name, storage=storage, labels=split.labels[rows.to(split.device)])
-
-
-def _check(backbone: Backbone, batches: AnyBatches, read_all: bool) -> None:
-    """Labels below K, inputs that the model takes, and batches that are large enough for it.
+def _check(backbone: Backbone, batches: AnyBatches, read_all: bool) -> Tensor:
+    """Labels below K, inputs that the model takes, and batches that are large enough for it. Returns some labels.
 
     read_all: go through all of a DataLoader for its labels, and not to its first batch only.
     """
     whole = read_all and isinstance(batches, LoaderBatches)
-    for number, (x, _) in enumerate(batches.epoch(0)):
+    for number, (x, labels) in enumerate(batches.epoch(0)):
         if number == 0:
+            y = labels
             _check_inputs(backbone, x, batches.stream)
             if batches.stream != "val":
                 _check_sizes(backbone, x, batches)
         if not whole:
             break
+    return y
 
 
 @torch.no_grad()
-def _check_inputs(backbone: Backbone, x: Tensor, name: str) -> None:
+def _check_inputs(backbone: Backbone, x: Tensor | Inputs, name: str) -> None:
     try:
         with evaluation_mode(backbone):
-            logits, _ = backbone(x[:2])
+            logits, _ = call(backbone, x[:2])
     except InputError:
         raise
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if isinstance(x, Inputs):
+            raise InputError(f"the model cannot take {name} inputs {x}: {error}") from None
+        if isinstance(error, TypeError):
+            raise
         shape = ", ".join(["N", *map(str, x.shape[1:])])
         kind = str(x.dtype).removeprefix("torch.")
         typed = isinstance(error, RuntimeError) and not x.is_floating_point()

@@ -42,6 +42,19 @@ class Items(Dataset):
         return self.x[i], self.target_transform(self.y[i])
 
 
+class Dictionaries(Dataset):
+    """Items that are dictionaries, as many libraries of text have them."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {name: column[i] for name, column in self.columns.items()}
+
+
 class Frame:
     """A data frame, as far as numpy is concerned."""
 
@@ -67,6 +80,7 @@ def labels_in_batches(split: Split) -> Tensor:
 # -------------------------------------------------------------------------------------------------- labels
 
 ONE_HOT = nn.functional.one_hot(Y)
+SOFT = torch.softmax(2.0 * ONE_HOT, 1)
 
 LABELS = {
     "int64": (X, Y),
@@ -80,6 +94,13 @@ LABELS = {
     "one-hot": (X, ONE_HOT),
     "one-hot floats": (X, ONE_HOT.float()),
     "one-hot bools": (X, ONE_HOT.bool()),
+    "column": (X, Y[:, None]),
+    "column of names": (X, np.array(NAMES)[:, None]),
+    "frame of names": (X, Frame(np.array(NAMES, dtype=object)[:, None])),
+    "probabilities": (X, SOFT),
+    "items of probabilities": Items(X, SOFT),
+    "a dictionary of one": ({"features": X}, Y),
+    "items that are dictionaries": Dictionaries({"features": X, "label": Y}),
     "names": (X, NAMES),
     "array of names": (X, np.array(NAMES)),
     "tensor dataset": TensorDataset(X, Y),
@@ -115,16 +136,19 @@ def test_labels_are_what_the_items_say(data: Any) -> None:
 BAD_LABELS = {
     "too large": ((X, Y + 1), r"train labels must be in 0..2 \(the model's outputs\), got 3 at index 2; .* subtract 1"),
     "negative": ((X, Y - 1), "must be in 0..2 .*, got -1 at index 0"),
-    "ignored": ((X, Y.where(Y < 2, -100)), "got -100 at index 2; -100, with which torch marks"),
-    "column": ((X, Y[:, None]), r"shape \(N,\), got \(24, 1\); use y.squeeze\(1\)"),
-    "column of floats": ((X, Y.float()[:, None]), r"shape \(N,\), got \(24, 1\); use y.squeeze\(1\)"),
-    "column of names": ((X, np.array(NAMES)[:, None]), r"shape \(N,\), got \(24, 1\); use y.squeeze\(1\)"),
-    "frame of names": ((X, Frame(np.array(NAMES, dtype=object)[:, None])), r"got \(24, 1\); use y.squeeze\(1\)"),
+    "ignored": ((X, Y.where(Y < 2, -100)), "got -100 at index 2; -100, .* give ignore_index=-100"),
+    "column of floats": ((X, Y.float()[:, None]), r"must be integers, got torch.float32; for class indices use y.long"),
+    "tokens": ((X, Y[:, None, None]), r"shape \(N,\), got \(24, 1, 1\)"),
     "floats": ((X, Y.float()), r"must be integers, got torch.float32; for class indices use y.long\(\)"),
     "fractions": ((X, Y + 0.6), "must be integers, got torch.float32, 0.6 at index 0"),
     "bools": ((X, Y > 0), "must be integers, got torch.bool; for classes 0 and 1"),
-    "soft": ((X, torch.softmax(ONE_HOT.float(), 1)), "not one-hot; several or soft labels"),
-    "several": ((X, torch.ones(N, K).long()), "not one-hot; several or soft labels"),
+    "logits": (
+        (X, X[:, :3]),
+        "must be one-hot, or probabilities that are >= 0 and sum to 1; .* at index 0",
+    ),
+    "several": ((X, torch.ones(N, K).long()), "not one-hot; several labels"),
+    "several as floats": ((X, torch.ones(N, K)), "must be one-hot, or probabilities .* sum to 3 at index 0"),
+    "probabilities of two": ((X, torch.full((N, 2), 0.5)), "are probabilities of 2 classes, and the model has 3"),
     "one-hot too wide": ((X, nn.functional.one_hot(Y + 1)), "must be in 0..2 .*, got 3 at index 2"),
     "too many names": (
         (X, [*NAMES[:-1], "fox"]),
@@ -141,8 +165,8 @@ BAD_LABELS = {
     "items too large, targets too": (Items(X, (Y + 1).tolist(), targets=(Y + 1).tolist()), "got 3 at index 2"),
     "items of fractions": (Items(X, Y + 0.6), "must be integers, got torch.float64, 0.6 at index 0"),
     "items of bools": (Items(X, (Y > 0).tolist()), "must be integers, got torch.bool"),
-    "items of soft labels": (Items(X, torch.softmax(ONE_HOT.float(), 1)), "several or soft labels"),
-    "items of dictionaries": ([{"x": x, "y": 0} for x in X], "train data must be a pair"),
+    "list of dictionaries": ([{"x": x, "y": 0} for x in X], "train data must be a pair"),
+    "items of dictionaries": (Items([{"x": x} for x in X], [None] * N), "train labels must be numbers of one shape"),
     "items of three classes": (
         Items(X, [*NAMES[:-1], "fox"], classes=["cat", "dog", "eel"]),
         "'fox' at index 23 is none",
@@ -195,10 +219,10 @@ LOADERS = {
     "part of tensors": (Subset(TensorDataset(X, BAD), [3, 17]), {}, "got 7 at index 1"),
     "items": (Items(X, BAD), {}, "got 7 for sample 7 of batch 1"),
     "ignored": (TensorDataset(X, BAD.where(BAD < 7, -100)), {}, "got -100 at index 17; -100, with which"),
-    "columns": (Items(X, Y[:, None]), {}, r"shape \(N,\), got \(10, 1\)"),
+    "tokens": (Items(X, Y[:, None, None]), {}, r"shape \(N,\), got \(10, 1, 1\)"),
     "fractions": (Items(X, Y + 0.6), {}, "must be integers, got torch.float32, 0.6 for sample 0 of batch 0"),
     "names": (Items(X, [*NAMES[:-1], "fox"]), {}, "label 'fox' for sample 3 of batch 2 is none of the classes"),
-    "dictionaries": (Items(X, Y), {"collate_fn": lambda b: {"x": X}}, r"\(inputs, labels\) of tensors, got dict"),
+    "dictionaries": (Items(X, Y), {"collate_fn": lambda b: {"x": X}}, r"dictionaries with one of labels, .*'x'"),
     "too few labels": (Items(X, Y), {"collate_fn": lambda b: (X[:10], Y[:9])}, "equally many, got 10 and 9"),
 }
 

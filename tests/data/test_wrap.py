@@ -114,8 +114,8 @@ class Endless(IterableDataset):
     [
         ((X, Y[:5]), "train inputs and labels must be equally many, got 20 and 5"),
         ((X, Y - 1), "train labels must be >= 0, got -1 at index 0"),
-        ((X, Y.float()), "train labels must be integers, got torch.float32"),
-        ((X, Y[:, None]), r"shape \(N,\), got \(20, 1\)"),
+        ((X, 2 * Y.float()), "train labels must be integers, got torch.float32"),
+        ((X, Y[:, None, None]), r"shape \(N,\), got \(20, 1, 1\)"),
         ((X * float("nan"), Y), "train inputs have NaN or infinite values in 20 samples, the first at index 0"),
         ((X.long(), Y), "train inputs must be floating point, or uint8 images, got torch.int64"),
         ((torch.zeros(20, 4, 4, 3, dtype=torch.uint8), Y), r"must be \(N, C, H, W\).*use x.permute\(0, 3, 1, 2\)"),
@@ -136,5 +136,5 @@ def test_bad_loaders() -> None:
         as_batches(DataLoader(Endless()), stream="val")
     with pytest.raises(InputError, match="the train DataLoader is empty"):
         as_batches(DataLoader(Noisy(3), batch_size=6, drop_last=True))
-    with pytest.raises(InputError, match=r"must give batches \(inputs, labels\) of tensors, got Tensor"):
+    with pytest.raises(InputError, match=r"must give batches \(inputs, labels\), .*, got Tensor"):
         next(as_batches(DataLoader(TensorDataset(X), collate_fn=lambda b: b[0][0])).epoch(0))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from metacal import __version__
-from metacal.calibration.choice import name_of, restored
+from metacal.calibration.choice import as_tensors, restored
 from metacal.calibration.fitted import Scaling
 from metacal.config import Config, ModelConfig
 from metacal.data import Data, InputKind, Task, Transform
@@ -97,16 +97,11 @@ class CalibratedModel(nn.Module):
         save(self, path)
 
     def export(self, path: str | Path, format: str = "torch-export") -> None:
-        """Write it for other programs, from raw inputs to probabilities: torch-export, onnx or state_dict.
+        """Write it for other programs, from raw inputs to calibrated probabilities: torch-export, onnx or state_dict.
 
         See `metacal.export.export` for what the files hold, how they are checked, and what raises.
         """
-        require(
-            self.scaling is None,
-            f"export takes a network and one temperature, and this model has a {type(self.scaling).__name__}: "
-            "calibrate it with method='temperature', or use save",
-        )
-        export(self.backbone.net, self.kind, self.temperature, self.class_names, path, format)
+        export(self.backbone.net, self.kind, self.temperature, self.class_names, path, format, self.scaling)
 
     def extra_repr(self) -> str:
         calibrated = f"temperature {self.temperature:.4g}" if self.scaling is None else type(self.scaling).__name__
@@ -153,7 +148,7 @@ def save(model: CalibratedModel, path: str | Path) -> None:
         "weights": dict(weights),
         "head": model.backbone.head_name,
         "temperature": model.temperature,
-        "scaling": None if model.scaling is None else _plain_scaling(model.scaling),
+        "scaling": None if model.scaling is None else as_tensors(model.scaling),
         "class_names": None if model.task.class_names is None else list(model.task.class_names),
         "dtype": _name(model.task.dtype),
         "image_size": model.image_size,
@@ -210,11 +205,6 @@ _DTYPES = {
 
 def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _plain_scaling(scaling: Scaling) -> dict[str, Any]:
-    """A fitted map as tensors and its name."""
-    return {"map": name_of(scaling), **{name: torch.as_tensor(array) for name, array in scaling.arrays().items()}}
 
 
 def _plain_kind(kind: AnyKind) -> dict[str, Any]:

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "calibration": "errors files folds names options predictions",
     "margins": "calibration errors inputs modes network pixels predictions",
     "curvature": "autodiff errors losses network ranks",
+    # what is trained, and on what
     "data": "devices errors files folds inputs options ranks",
     "models": "errors inputs network options",
     "gamma": "calibration devices errors inputs losses models modes options predictions",
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "options penalties",
     "runs": "config errors files jsonio predictions",
     "report": "calibration data errors names network predict predictions runs",
-    "export": "data errors files inputs network",
+    "export": "calibration data errors files inputs network",
     "deploy": "calibration config data errors export inputs models modes predictions runs",
     "training": "batchnorm bilevel calibration config curvature data deploy errors gamma inputs jsonio launch losses "
     "margins mixing models modes monitors names network objective optim options pixels predict predictions ranks "

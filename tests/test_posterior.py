@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from metacal.errors import InputError
+from metacal.models import Backbone
 from metacal.posterior import LastLayerLaplace, dropout_predictions, outputs_of
 
 
@@ -101,3 +102,24 @@ def test_outputs_are_those_of_the_backbone() -> None:
     x, y = torch.randn(5, 2), torch.arange(5) % 3
     out = outputs_of(backbone, [(x[:2], y[:2]), (x[2:], y[2:])])
     assert torch.equal(out.features, x.double()) and torch.equal(out.labels, y) and out.logits.dtype == torch.float64
+
+
+def test_the_posterior_is_that_of_laplace_torch() -> None:
+    """Whole last-layer Gauss-Newton matrix, the same prior: covariances and probit probabilities."""
+    laplace = pytest.importorskip("laplace")
+    from laplace.curvature import AsdlGGN
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    x, y = torch.randn(120, 4, dtype=torch.float64), torch.arange(120) % 3
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    theirs = laplace.Laplace(
+        net, "classification", "last_layer", "full", prior_precision=torch.tensor(2.5).double(), backend=AsdlGGN
+    )
+    theirs.fit(DataLoader(TensorDataset(x[:90], y[:90]), batch_size=40))
+    train, new = (outputs_of(Backbone(net), [(x[rows], y[rows])]) for rows in (slice(90), slice(90, None)))
+    ours = LastLayerLaplace(2.5).fit(train.features, train.logits)
+    _, covariance = theirs._glm_predictive_distribution(x[90:])
+    torch.testing.assert_close(ours.covariance(new.features), covariance, rtol=1e-9, atol=1e-12)
+    probabilities = theirs(x[90:], pred_type="glm", link_approx="probit")
+    torch.testing.assert_close(ours.probabilities(new.features, new.logits), probabilities, rtol=1e-9, atol=1e-12)

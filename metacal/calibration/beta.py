@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from metacal.calibration.fitted import logits_of
 from metacal.calibration.shrunk import (
     BIAS_SCALE,
     LEAST_LOGIT,
@@ -47,7 +48,7 @@ class BetaScaling(AfterTemperature):
         self.parameters: Tensor | None = None
 
     def _fit_after(self, p: Predictions) -> None:
-        log_p = log_probabilities(self.before._map(p))
+        log_p = log_probabilities(logits_of(self.before._map(p)))
         log_not = _log_complements(log_p)
         k = p.n_classes
         start = log_p.new_zeros(3, 1 if k == 2 else k)
@@ -58,11 +59,10 @@ class BetaScaling(AfterTemperature):
 
         self.parameters = minimise_nll(lambda parameters: _scores(parameters, log_p, log_not), penalty, start, p.labels)
 
-    def _map(self, p: Predictions) -> Predictions:
+    def _scores(self, z: Tensor) -> Tensor:
         assert self.parameters is not None
-        log_p = log_probabilities(self.before._map(p))
-        scores = _scores(self.parameters.to(log_p.device), log_p, _log_complements(log_p))
-        return Predictions.from_logits(scores, p.labels)
+        log_p = log_probabilities(z)
+        return _scores(self.parameters.to(log_p.device), log_p, _log_complements(log_p))
 
 
 def _scores(parameters: Tensor, log_p: Tensor, log_not: Tensor) -> Tensor:

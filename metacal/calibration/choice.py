@@ -28,6 +28,7 @@ __all__ = [
     "AUTO",
     "SCALINGS",
     "Choice",
+    "as_tensors",
     "choose_scaling",
     "cross_fitted",
     "fit_scaling",
@@ -168,6 +169,11 @@ def load_scaling(path: str | os.PathLike[str]) -> Scaling:
         return restored(arrays)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def as_tensors(scaling: Scaling) -> dict[str, Any]:
+    """A fitted map as tensors and its name, of which `restored` makes it again."""
+    return {"map": name_of(scaling), **{name: torch.as_tensor(array) for name, array in scaling.arrays().items()}}
 
 
 def restored(arrays: dict[str, Any]) -> Scaling:

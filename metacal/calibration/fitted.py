@@ -159,6 +159,13 @@ class Scaling:
     def _map(self, p: Predictions) -> Predictions:
         raise NotImplementedError
 
+    def calibrated(self, z: Tensor) -> Tensor:
+        """Probabilities (N, K), float64, of finite logits z (N, K), in operations that exporters can trace.
+
+        Those of `predict_proba`, which checks its input and works through it in parts.
+        """
+        raise NotImplementedError
+
 
 class Identity(Scaling):
     """Predictions as they are: what every other map has to beat."""
@@ -170,6 +177,9 @@ class Identity(Scaling):
 
     def _map(self, p: Predictions) -> Predictions:
         return p
+
+    def calibrated(self, z: Tensor) -> Tensor:
+        return torch.softmax(z.double(), 1)
 
 
 def logits_of(p: Predictions) -> Tensor:

@@ -40,16 +40,17 @@ class EnsembleTemperatureScaling(Scaling):
     def _fit(self, p: Predictions) -> None:
         self.before = TemperatureScaling(self.shrink)
         self.before._fit(p)
-        of_label = torch.stack([part.gather(1, p.labels[:, None]).squeeze(1) for part in self._parts(p)], 1)
+        of_label = torch.stack([part.gather(1, p.labels[:, None]).squeeze(1) for part in self._parts(logits_of(p))], 1)
         counts = of_label.new_tensor([PSEUDO_COUNT if self.shrink else 0, 0, 0])
         self.weights = _mixture_weights(of_label.cpu(), counts.cpu())
 
     def _map(self, p: Predictions) -> Predictions:
+        return Predictions.from_probabilities(self.calibrated(logits_of(p)), p.labels)
+
+    def calibrated(self, z: Tensor) -> Tensor:
         assert self.weights is not None
-        weights = self.weights.to(p.device)
-        mixed = sum(w * part for w, part in zip(weights, self._parts(p)))
-        assert isinstance(mixed, Tensor)
-        return Predictions.from_probabilities(mixed, p.labels)
+        scaled, plain, uniform = (w * part for w, part in zip(self.weights.to(z.device), self._parts(z)))
+        return scaled + plain + uniform
 
     def formula(self) -> str:
         assert self.weights is not None
@@ -57,12 +58,12 @@ class EnsembleTemperatureScaling(Scaling):
         t = self.before.temperature
         return f"{scaled:.3f} softmax(z / {t:.3f}) + {plain:.3f} softmax(z) + {uniform:.3f} / K"
 
-    def _parts(self, p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
-        z = logits_of(p).double()
+    def _parts(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z = z.double()
         z = z - z.amax(1, keepdim=True)
         plain = torch.softmax(z, 1)
         scaled = torch.softmax(z / self.before.temperature, 1)
-        return scaled, plain, torch.full_like(plain, 1 / p.n_classes)
+        return scaled, plain, torch.full_like(plain, 1 / z.shape[1])
 
 
 def _mixture_weights(likelihoods: Tensor, counts: Tensor) -> Tensor:

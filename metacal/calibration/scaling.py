@@ -85,7 +85,7 @@ class VectorScaling(AfterTemperature):
         self.bias: Tensor | None = None
 
     def _fit_after(self, p: Predictions) -> None:
-        z = self._scaled(p)
+        z = self._scaled(logits_of(p))
         start = torch.stack([z.new_ones(p.n_classes), z.new_zeros(p.n_classes)])
 
         def scores(parameters: Tensor) -> Tensor:
@@ -102,17 +102,23 @@ class VectorScaling(AfterTemperature):
         self.weight, self.bias = minimise_nll(scores, penalty, start, p.labels)
 
     def _map(self, p: Predictions) -> Predictions:
-        assert self.weight is not None and self.bias is not None
-        z = self._scaled(p)
-        return Predictions.from_logits(z * self.weight.to(z.device) + self.bias.to(z.device), p.labels)
+        return Predictions.from_logits(self._scores(logits_of(p)), p.labels)
 
-    def _scaled(self, p: Predictions) -> Tensor:
+    def calibrated(self, z: Tensor) -> Tensor:
+        return torch.softmax(self._scores(z), 1)
+
+    def _scores(self, z: Tensor) -> Tensor:
+        """From logits before the temperature."""
+        assert self.weight is not None and self.bias is not None
+        return self._scaled(z) * self.weight.to(z.device) + self.bias.to(z.device)
+
+    def _scaled(self, z: Tensor) -> Tensor:
         """z / T in float64; a class that is ruled out at 10^4 below the row's largest, and none beyond ±10^30.
 
         Not `scale_by`, which shifts rows: w ∘ z depends on what is added to a row.
         """
-        z = logits_of(p).double().clamp(-1e30, 1e30) / self.before.temperature
-        return torch.where(logits_of(p) == -torch.inf, z.amax(1, keepdim=True) + LEAST_LOGIT, z)
+        scaled = z.double().clamp(-1e30, 1e30) / self.before.temperature
+        return torch.where(z == -torch.inf, scaled.amax(1, keepdim=True) + LEAST_LOGIT, scaled)
 
 
 class MatrixScaling(AfterTemperature):
@@ -147,7 +153,7 @@ class MatrixScaling(AfterTemperature):
 
     def _fit_after(self, p: Predictions) -> None:
         k = p.n_classes
-        log_p = log_probabilities(self.before._map(p))
+        log_p = log_probabilities(logits_of(self.before._map(p)))
         eye = torch.eye(k, dtype=torch.float64, device=p.device)
         start = torch.cat([eye, eye.new_zeros(1, k)])
         scale = torch.full_like(start, OFF_DIAGONAL_SCALE / (k - 1) ** 0.5)
@@ -167,11 +173,9 @@ class MatrixScaling(AfterTemperature):
         fitted = minimise_nll(scores, penalty, start, p.labels)
         self.weight, self.bias = fitted[:k], fitted[k]
 
-    def _map(self, p: Predictions) -> Predictions:
+    def _scores(self, z: Tensor) -> Tensor:
         assert self.weight is not None and self.bias is not None
-        log_p = log_probabilities(self.before._map(p))
-        scores = log_p @ self.weight.to(log_p.device).t() + self.bias.to(log_p.device)
-        return Predictions.from_logits(scores, p.labels)
+        return log_probabilities(z) @ self.weight.to(z.device).t() + self.bias.to(z.device)
 
 
 class HistogramBinning(AfterTemperature):
@@ -215,16 +219,22 @@ class HistogramBinning(AfterTemperature):
         self.shares = hits.double() / self.counts
 
     def _map(self, p: Predictions) -> Predictions:
+        return _one_versus_rest(
+            self.before._map(p), lambda probs: self._of(probs, binning.bin_index(probs, self.n_bins))
+        )
+
+    def calibrated(self, z: Tensor) -> Tensor:
+        probs = self.before.calibrated(z)
+        inner = binning.bin_edges(self.n_bins, z.device)[1:-1]
+        return _normalised(self._of(probs, (probs[:, :, None] > inner).sum(2)), probs)
+
+    def _of(self, probs: Tensor, index: Tensor) -> Tensor:
+        """What becomes of probabilities that lie in the bins of `index` (N, K)."""
         assert self.shares is not None and self.counts is not None
-        shares, counts = self.shares.to(p.device), self.counts.to(p.device)
-        column = torch.arange(p.n_classes, device=p.device)
-
-        def mapped(probs: Tensor) -> Tensor:
-            cell = binning.bin_index(probs, self.n_bins), column
-            share = torch.where(shares[cell].isnan(), probs, shares[cell])
-            return _towards(probs, share, counts[cell]) if self.shrink else share
-
-        return _one_versus_rest(self.before._map(p), mapped)
+        cell = index, torch.arange(probs.shape[1], device=probs.device)
+        shares, counts = self.shares.to(probs.device)[cell], self.counts.to(probs.device)[cell]
+        share = torch.where(shares.isnan(), probs, shares)
+        return _towards(probs, share, counts) if self.shrink else share
 
 
 class IsotonicScaling(AfterTemperature):
@@ -282,6 +292,22 @@ class IsotonicScaling(AfterTemperature):
 
         return _one_versus_rest(self.before._map(p), mapped)
 
+    def calibrated(self, z: Tensor) -> Tensor:
+        """By a comparison with every knot, N K S of them, since exporters know no search in a table."""
+        assert self.counts is not None and self.knots is not None and self.sizes is not None
+        probs = self.before.calibrated(z)
+        columns = []
+        for of_class, p in zip(self.knots.split(self.sizes.tolist(), 1), probs.unbind(1)):
+            x, y = of_class.to(z.device)
+            inside = torch.minimum(torch.maximum(p, x[0]), x[-1])
+            i = ((inside[:, None] >= x).sum(1) - 1).clamp(0, max(0, len(x) - 2))
+            after = (i + 1).clamp(max=len(x) - 1)
+            width = (x[after] - x[i]).clamp(min=torch.finfo(x.dtype).tiny)
+            columns.append(y[i] + (y[after] - y[i]) * (inside - x[i]) / width)
+        share = torch.stack(columns, 1)
+        mapped = _towards(probs, share, self.counts.to(z.device)) if self.shrink else share
+        return _normalised(mapped, probs)
+
 
 def _towards(probs: Tensor, share: Tensor, count: Tensor) -> Tensor:
     """A share of `count` predictions and the probability, as a share of 60 more, together."""
@@ -292,7 +318,11 @@ def _one_versus_rest(p: Predictions, mapped: Callable[[Tensor], Tensor]) -> Pred
     out = torch.empty(len(p), p.n_classes, dtype=torch.float64, device=p.device)
     for rows, probs in p.chunks():
         probs = probs.double()
-        new = mapped(probs)
-        total = new.sum(1, keepdim=True)
-        out[rows] = torch.where(total > 0, new / total, probs)
+        out[rows] = _normalised(mapped(probs), probs)
     return Predictions.from_probabilities(out, p.labels)
+
+
+def _normalised(new: Tensor, probs: Tensor) -> Tensor:
+    """Rows of `new` that sum to 1; of a row of which nothing is left the one of `probs`."""
+    total = new.sum(1, keepdim=True)
+    return torch.where(total > 0, new / total, probs)

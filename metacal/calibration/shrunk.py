@@ -50,15 +50,25 @@ class AfterTemperature(Scaling):
         """Fit what comes after `before`; `p` is as it was given."""
         raise NotImplementedError
 
+    def _map(self, p: Predictions) -> Predictions:
+        return Predictions.from_logits(self._scores(logits_of(self.before._map(p))), p.labels)
+
+    def calibrated(self, z: Tensor) -> Tensor:
+        return torch.softmax(self._scores(self.before.scaled(z)), 1)
+
+    def _scores(self, z: Tensor) -> Tensor:
+        """Logits of the calibrated probabilities, float64 (N, K), from those after `before`."""
+        raise NotImplementedError
+
 
 def minus_log_prior(x: Tensor) -> Tensor:
     """Of Student's t with 3 degrees of freedom, 0 at 0."""
     return 2 * torch.log1p(x.square() / 3)
 
 
-def log_probabilities(p: Predictions) -> Tensor:
-    """log p in float64, at least -10^4."""
-    z = logits_of(p).double()
+def log_probabilities(z: Tensor) -> Tensor:
+    """log softmax(z) in float64, at least -10^4."""
+    z = z.double()
     return torch.log_softmax(z - z.amax(1, keepdim=True), 1).clamp(min=LEAST_LOGIT)
 
 

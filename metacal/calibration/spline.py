@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from metacal.calibration.fitted import logits_of
 from metacal.calibration.shrunk import (
     BIAS_SCALE,
     LEAST_LOGIT,
@@ -52,7 +53,7 @@ class SplineScaling(AfterTemperature):
         self.values: Tensor | None = None
 
     def _fit_after(self, p: Predictions) -> None:
-        z, top, logit = _top_logit(self.before._map(p))
+        z, top, logit = _top_logit(logits_of(self.before._map(p)))
         knots = torch.quantile(logit.cpu(), torch.linspace(0, 1, self.n_knots, dtype=torch.float64)).to(z.device)
         knots = knots[torch.cat([knots.new_ones(1), knots.diff()]) > 1e-6]
         scale = torch.full_like(knots, WEIGHT_SCALE)
@@ -68,17 +69,17 @@ class SplineScaling(AfterTemperature):
         parameters = minimise_nll(scores, penalty, torch.zeros_like(knots), p.labels)
         self.knots, self.values = knots, _values(knots, parameters)
 
-    def _map(self, p: Predictions) -> Predictions:
+    def _scores(self, z: Tensor) -> Tensor:
         assert self.knots is not None and self.values is not None
-        z, top, logit = _top_logit(self.before._map(p))
+        z, top, logit = _top_logit(z)
         change = _spline(logit, self.knots.to(z.device), self.values.to(z.device)) - logit
-        return Predictions.from_logits(z.scatter_add(1, top, change[:, None]), p.labels)
+        return z.scatter_add(1, top, change[:, None])
 
 
-def _top_logit(p: Predictions) -> tuple[Tensor, Tensor, Tensor]:
+def _top_logit(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """log p up to a constant per row (N, K), the predicted class (N, 1), and logit c, at most 10^4, (N,); float64."""
-    z = (p.probs.log() if p.logits is None else p.logits).double()
-    top = p.predicted[:, None]
+    top = z.argmax(1, keepdim=True)
+    z = z.double()
     z = (z - z.gather(1, top)).clamp(min=LEAST_LOGIT)
     return z, top, -z.scatter(1, top, -torch.inf).logsumexp(1)
 
@@ -98,7 +99,7 @@ def _spline(x: Tensor, knots: Tensor, values: Tensor) -> Tensor:
     chords = values.diff() / widths
     inner = 2 / (1 / chords[1:] + 1 / chords[:-1])
     slopes = torch.cat([chords[:1], inner, chords[-1:]])
-    i = (torch.searchsorted(knots, x) - 1).clamp(0, len(widths) - 1)
+    i = ((x[:, None] > knots).sum(1) - 1).clamp(0, len(widths) - 1)  # the few knots, in operations that ONNX has
     inside = x.clamp(knots[0], knots[-1])
     t, h = (inside - knots[i]) / widths[i], widths[i]
     cubic = (

@@ -83,6 +83,13 @@ class TemperatureScaling(Scaling):
     def _map(self, p: Predictions) -> Predictions:
         return scale_by(p, self.temperature)
 
+    def scaled(self, z: Tensor) -> Tensor:
+        """Logits whose softmax is that of z / T, as `scale_by` makes them."""
+        return z if self.temperature == 1.0 else _divided(z, self.temperature)
+
+    def calibrated(self, z: Tensor) -> Tensor:
+        return torch.softmax(self.scaled(z).double(), 1)
+
     def formula(self) -> str:
         low, high = self.interval
         text = f"T = {self.temperature:.3f} [{low:.2f}, {high:.2f}]: logits divided by T, which was fitted to the NLL"
@@ -98,8 +105,11 @@ def scale_by(p: Predictions, temperature: float) -> Predictions:
     require(0 < temperature < math.inf, f"temperature must be > 0, got {temperature}")
     if temperature == 1.0:
         return p
-    z = logits_of(p)
-    return Predictions.from_logits((z - z.amax(1, keepdim=True)) / temperature, p.labels)
+    return Predictions.from_logits(_divided(logits_of(p), temperature), p.labels)
+
+
+def _divided(z: Tensor, temperature: float) -> Tensor:
+    return (z - z.amax(1, keepdim=True)) / temperature
 
 
 def _from_log(log_temperature: float) -> float:

@@ -26,16 +26,14 @@ def evaluate_ensemble(arguments: argparse.Namespace) -> int:
     loaded = {what: _member(what, arguments) for what in arguments.what}
     pooled = average({what: p for what, (p, _) in loaded.items()})
     pooled_val, why_not = _pooled_val({what: val for what, (_, val) in loaded.items()}, arguments)
-    members = {
-        what: Report(p, val, n_bins=arguments.n_bins, resamples=0, split=arguments.split).to_dict()
-        for what, (p, val) in loaded.items()
-    }
+    options = {"n_bins": arguments.n_bins, "split": arguments.split, "scaling": arguments.scaling}
+    members = {what: Report(p, val, resamples=0, **options).to_dict() for what, (p, val) in loaded.items()}
     mean = {
         name: statistics.fmean(of[name] for of in members.values())
         for name in next(iter(members.values()))
         if all(name in of for of in members.values())
     }
-    report = Report(pooled, pooled_val, n_bins=arguments.n_bins, resamples=arguments.resamples, split=arguments.split)
+    report = Report(pooled, pooled_val, resamples=arguments.resamples, **options)
     if arguments.figure:
         report.reliability_diagram(f"ensemble of {len(members)}").savefig(arguments.figure, dpi=150)
     if arguments.json:
@@ -48,7 +46,7 @@ def evaluate_ensemble(arguments: argparse.Namespace) -> int:
     table = methods_table(rows, split=arguments.split, title=f"Ensemble of {len(members)}: mean of the probabilities")
     print(table.render("markdown" if arguments.markdown else "text"))
     if why_not:
-        print(f"The ensemble is not temperature scaled: {why_not}.")
+        print(f"The ensemble is not scaled: {why_not}.")
     print(f"\nensemble ({len(pooled)} samples)")
     print(report.to_markdown() if arguments.markdown else report)
     return 0
@@ -80,12 +78,12 @@ def _member(what: str, arguments: argparse.Namespace) -> tuple[Predictions, Pred
 def _pooled_val(
     vals: Mapping[str, Predictions | None], arguments: argparse.Namespace
 ) -> tuple[Predictions | None, str | None]:
-    """The average on val, for the ensemble's temperature, or None and the reason why there is none."""
+    """The average on val, for the ensemble's scaling, or None and the reason why there is none."""
     from metacal.report.ensemble import average
 
     known = {what: val for what, val in vals.items() if val is not None}
     if arguments.split == "val":
-        return None, "a temperature is fitted on val, which is measured here"
+        return None, "the scaling is fitted on val, which is measured here"
     if missing := [what for what in vals if what not in known]:
         return None, f"{missing[0]} has no predictions on val"
     first = next(iter(known))

@@ -133,7 +133,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             ("--figure", arguments.figure),
             ("--resamples", arguments.resamples is not None),
             (f"--split {arguments.split}", arguments.split != "test"),
-            ("--scaling", arguments.scaling != "temperature"),
         ):
             require(
                 not given, f"{name} does not go with --shift, which draws its own figure of test, without intervals"

@@ -41,10 +41,6 @@ def check_sections(arguments: argparse.Namespace) -> None:
                           ("--by", arguments.by), ("--posterior", arguments.posterior)):  # fmt: skip
         other = "--shift" if arguments.shift else "--ensemble" if arguments.ensemble else None
         require(value is None or other is None, f"{option} does not go with {other}")
-    require(
-        not arguments.ensemble or arguments.scaling == "temperature",
-        f"--scaling {arguments.scaling} does not go with --ensemble, which fits a temperature",
-    )
     if arguments.val is not None:
         require(len(files) == len(arguments.what) == 1, "--val goes with one FILE: a run has its own val split")
         require(Path(arguments.val).is_file(), f"--val: {arguments.val} does not exist")
@@ -67,6 +63,10 @@ def check_sections(arguments: argparse.Namespace) -> None:
     )
     no_val = arguments.val is None and files
     if arguments.scaling != "temperature":
+        require(
+            not (arguments.ensemble and files),
+            f"--scaling of an ensemble is fitted on its members' val predictions, which {files[:1]} does not have",
+        )
         require(not no_val, f"--scaling of a file needs --val FILE.npz, on which it is fitted: {files[:1]}")
         require(arguments.split == "test", "--scaling goes with --split test: it is fitted on val")
     if arguments.conformal is not None:

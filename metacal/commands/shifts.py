@@ -60,6 +60,7 @@ def evaluate_shift(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         backbone,
         data.test,
         predict(backbone, evaluation_batches(data.val).epoch(0)),
+        method=arguments.scaling,
         corruptions=arguments.corruptions,
         severities=arguments.severities,
         samples=arguments.samples,

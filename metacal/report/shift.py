@@ -4,7 +4,7 @@
     print(shift.table())                           # against severity, mean over the corruptions
     shift.tables(); shift.figure(); shift.to_dict()
 
-The temperature is that of clean validation predictions: nothing of the shift is known when it is fitted.
+The scaling is fitted on clean validation predictions: nothing of the shift is known when it is.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 
+from metacal.calibration.choice import fit_scaling, name_of
+from metacal.calibration.fitted import Scaling
 from metacal.calibration.measures import values_of
-from metacal.calibration.scaling import TemperatureScaling
+from metacal.calibration.temperature import TemperatureScaling
 from metacal.data import Batches, Split, Transform
 from metacal.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from metacal.errors import require, require_choice
@@ -43,14 +44,14 @@ Values = dict[str, float]
 class Shift:
     """Measures by corruption and severity: fractions, and nats for NLL.
 
-    Measures are `accuracy`, `nll` and `ece`, and with a temperature `nll_scaled` and `ece_scaled`, after scaling.
+    Measures are `accuracy`, `nll` and `ece`, and with a scaling `nll_scaled` and `ece_scaled`, after it.
 
     Attributes:
         clean: measure -> value on the images as they are.
         values: corruption -> severity -> measure -> value.
         n: images measured, the same ones throughout, of `total`.
         seed: of the choice of images and of the random corruptions.
-        temperature: fitted on clean validation predictions; None without these.
+        scaling: the map fitted on clean validation predictions; None without these.
         n_bins: of the ECE.
     """
 
@@ -59,9 +60,14 @@ class Shift:
     n: int
     total: int
     seed: int
-    temperature: float | None
+    scaling: Scaling | None
     n_bins: int
     split: str = "test"
+
+    @property
+    def temperature(self) -> float | None:
+        """T of temperature scaling; None for another map."""
+        return self.scaling.temperature if isinstance(self.scaling, TemperatureScaling) else None
 
     @property
     def severities(self) -> list[int]:
@@ -90,6 +96,7 @@ class Shift:
             "of": self.total,
             "seed": self.seed,
             "n_bins": self.n_bins,
+            "scaling": None if self.scaling is None else name_of(self.scaling),
             "temperature": self.temperature,
             "clean": self.clean,
             "mean": {**mean, "all": self.mean()},
@@ -108,11 +115,14 @@ class Shift:
         count = len(self.values)
         what = f"Mean over {count} corruptions" if count > 1 else f"Corruption: {next(iter(self.values))}"
         notes = [f"{what}. {self.n:,} of {self.total:,} images of {self.split}, seed {self.seed}, {self.n_bins} bins."]
-        if self.temperature is not None:
+        if self.scaling is not None:
             notes.append(
-                f"Scaled: by T = {self.temperature:.3f}, fitted on clean validation predictions, the same for all."
+                f"Scaled: by {self._shown(self.scaling)}, fitted on clean validation predictions, the same for all."
             )
         return Table(columns, rows, "images", notes=notes)
+
+    def _shown(self, scaling: Scaling) -> str:
+        return name_of(scaling) if self.temperature is None else f"T = {self.temperature:.3f}"
 
     def tables(self) -> list[Table]:
         """For each measure the corruptions as rows and the severities as columns."""
@@ -139,7 +149,7 @@ class Shift:
 
     def figure(self, title: str = "") -> Figure:
         """Accuracy, NLL and ECE against severity: a thin line for each corruption, a thick one for the mean, and for
-        NLL and ECE a dashed one for the mean after temperature scaling. Severity 0 are the clean images.
+        NLL and ECE a dashed one for the mean after scaling. Severity 0 are the clean images.
         """
         from matplotlib.figure import Figure
 
@@ -161,8 +171,8 @@ class Shift:
         means = [self.clean, *(self.mean(s) for s in self.severities)]
         thick: dict[str, Any] = {"color": "#222222", "linewidth": 2.4, "marker": "o", "markersize": 4, "zorder": 4}
         ax.plot(x, [m[measure] for m in means], label="mean", **thick)
-        if (scaled := f"{measure}_scaled") in self.clean:
-            label = f"mean, T = {self.temperature:.2f}"
+        if self.scaling is not None and (scaled := f"{measure}_scaled") in self.clean:
+            label = f"mean, {self._shown(self.scaling)}"
             ax.plot(x, [m[scaled] for m in means], label=label, linestyle="--", **thick | {"markerfacecolor": "white"})
         ax.set(xlabel="severity", xticks=x, ylim=(0, 1) if measure == "accuracy" else None)
         if measure != "accuracy":
@@ -212,6 +222,7 @@ def measure_shift(
     split: Split,
     val: Predictions | None = None,
     *,
+    method: str = "temperature",
     corruptions: Sequence[str] = CORRUPTIONS,
     severities: Sequence[int] = SEVERITIES,
     samples: int | None = None,
@@ -225,7 +236,8 @@ def measure_shift(
     Args:
         model: x -> logits (N, K), or (logits, features); run in evaluation mode.
         split: of uint8 images with their transform, as in `Data.test`: they are corrupted before normalisation.
-        val: clean validation predictions, on which a temperature is fitted; None: no values after scaling.
+        val: clean validation predictions, on which the scaling is fitted; None: no values after scaling.
+        method: of scaling: a name in `metacal.calibration.SCALINGS`, or auto.
         corruptions, severities: among `CORRUPTIONS` and 1..5; repeats count once.
         samples: measure on this many images, drawn by `seed`; None: on all.
         seed: an image's corruption depends on this and on its place in the split only.
@@ -237,7 +249,7 @@ def measure_shift(
     corruptions, severities = list(dict.fromkeys(corruptions)), sorted(dict.fromkeys(severities))
     check_conditions(corruptions, severities, samples)
     _check_images(split, corruptions)
-    scaling = None if val is None else TemperatureScaling().fit(val)
+    scaling = None if val is None else fit_scaling(val, method)
 
     def measured(batches: Iterator[tuple[Tensor, ...]]) -> Values:
         p = predict(model, batches)
@@ -258,8 +270,7 @@ def measure_shift(
             values[name][severity] = measured(
                 corrupted_batches(part, name, severity, seed=seed, positions=positions, batch_size=batch_size)
             )
-    temperature = None if scaling is None else float(scaling.temperature)
-    return Shift(clean, values, len(part), len(split), seed, temperature, n_bins, split.name)
+    return Shift(clean, values, len(part), len(split), seed, scaling, n_bins, split.name)
 
 
 def corrupted_batches(
@@ -300,9 +311,7 @@ def _positions(total: int, samples: int | None, seed: int) -> Tensor:
 def _part(split: Split, positions: Tensor) -> Split:
     if len(positions) == len(split):
         return split
-    here = positions.to(split.device)
-    storage = split.storage[here] if split.in_memory else Subset(split.storage, positions.tolist())
-    return replace(split, storage=storage, labels=split.labels[here])
+    return split.at(positions, split.name)
 
 
 def _check_images(split: Split, corruptions: Sequence[str]) -> None:

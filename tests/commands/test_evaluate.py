@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from metacal.calibration import TemperatureScaling, VectorScaling, choose_scaling, ece, load_scaling, nll
+from metacal.calibration.choice import fit_scaling
 from metacal.calibration.conformal import ConformalSets
 from metacal.cli import main
 from metacal.errors import InputError
@@ -121,6 +122,13 @@ def test_an_ensemble_is_averaged_and_then_tempered(runs, capsys):
         assert found["members"][str(run)]["ece"] == pytest.approx(summary["test/ece"], rel=1e-9)
     mean = sum(of["nll_scaled"] for of in found["members"].values()) / 2
     assert found["mean"]["nll_scaled"] == pytest.approx(mean)
+    vector = fit_scaling(average({str(run): saved(run, "val") for run in runs}), "vector")
+    found = evaluate(capsys, *runs, "--ensemble", "--resamples", "0", "--scaling", "vector")
+    assert found["ensemble"]["nll_scaled"] == pytest.approx(nll(vector.apply(test)), rel=1e-9)
+    of_first = fit_scaling(saved(runs[0], "val"), "vector").apply(saved(runs[0], "test"))
+    assert found["members"][str(runs[0])]["nll_scaled"] == pytest.approx(nll(of_first), rel=1e-9)
+    file = runs[0] / "predictions" / "test.npz"
+    assert "fitted on its members' val" in refused(capsys, runs[1], file, "--ensemble", "--scaling", "vector")
 
 
 def test_saved_predictions_and_the_checkpoint_give_the_same_ensemble(runs, capsys, tmp_path):
@@ -192,6 +200,11 @@ def test_shift_writes_its_two_files_and_nothing_else(run, capsys):
     for volatile in ("minutes",):
         found.pop(volatile), again.pop(volatile)
     assert again == found
+    other = evaluate(capsys, run, *options, "--scaling", "vector")
+    assert (found["scaling"], other["scaling"], other["temperature"]) == ("temperature", "vector", None)
+    scaled = fit_scaling(saved(run, "val"), "vector").apply(saved(run, "test"))
+    assert other["clean"]["nll_scaled"] == pytest.approx(nll(scaled), rel=1e-6)
+    assert other["mean"]["all"]["nll"] == found["mean"]["all"]["nll"]
 
 
 def test_shift_prints_tables_and_the_minutes(run, capsys):

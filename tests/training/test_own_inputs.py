@@ -140,9 +140,10 @@ def test_from_training_to_use(case: Case, method: Any, tmp_path: Path) -> None:
     assert torch.equal(loaded.predict_proba(case.inputs), probabilities)
     calibrated = metacal.calibrate(loaded, (case.inputs, LABELS), "temperature")
     assert torch.equal(calibrated.predict(case.inputs), result.predict(case.inputs))
-    if isinstance(case.inputs, Tensor):
+    if not isinstance(case.train, DataLoader):
         calibrated.export(tmp_path / "model.pt2")
-        written = torch.export.load(tmp_path / "model.pt2").module()(case.inputs)
+        inputs = case.inputs.values() if isinstance(case.inputs, dict) else [case.inputs]
+        written = torch.export.load(tmp_path / "model.pt2").module()(*inputs)
         torch.testing.assert_close(written, calibrated.predict_proba(case.inputs), rtol=0, atol=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import metacal
 from metacal.calibration import SCALINGS, TemperatureScaling, nll
-from metacal.errors import InputError
+from metacal.errors import EXTRAS, InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the scaling rests on")
 
@@ -90,3 +91,31 @@ def test_images_are_normalised_by_a_model_of_metacal_and_by_nobody_else() -> Non
         torch.testing.assert_close(plain, result.predict_proba(images, scaled=False))
     with pytest.raises(InputError, match="how this model's training normalised them is not known"):
         metacal.calibrate(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), (images, np.arange(90) % 3))
+
+
+@pytest.mark.parametrize("method", SCALINGS)
+def test_every_map_is_exported(method: str, tmp_path: Path) -> None:
+    x, y = data(400, 1)
+    model = metacal.calibrate(net(), (x, y), method)
+    expected = model.predict_proba(x)
+    if model.scaling is not None:
+        z = (10 * torch.randn(300, expected.shape[1], generator=torch.Generator().manual_seed(2))).double()
+        torch.testing.assert_close(model.scaling.calibrated(z), model.scaling.predict_proba(z), rtol=1e-12, atol=1e-14)
+    model.export(tmp_path / "model.pt2")
+    torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), expected, rtol=0, atol=1e-5)
+    model.export(tmp_path / "model.pt", "state_dict")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert (state["scaling"] is None) == (model.scaling is None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", SCALINGS)
+def test_every_map_is_exported_as_onnx(method: str, tmp_path: Path) -> None:
+    for name in EXTRAS["export"]:
+        pytest.importorskip(name)
+    x, y = data(400, 1)
+    model = metacal.calibrate(net(), (x, y), method)
+    model.export(tmp_path / "model.onnx", "onnx")
+    session = importlib.import_module("onnxruntime").InferenceSession(str(tmp_path / "model.onnx"))
+    (written,) = session.run(None, {"inputs": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(written), model.predict_proba(x), rtol=0, atol=1e-5)

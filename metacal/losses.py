@@ -139,8 +139,11 @@ def signed_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 0.0) ->
     u = gamma.clamp(-1.0, 1.0)
     above = gamma * (0.5 + (15 * u - 10 * u**3 + 3 * u**5) / 16)
     below = above - gamma
-    weight = lambda log_p: _miss(log_p) ** above * _raised(log_p, below)  # noqa: E731
-    return _expected(lambda log_p: _modulated(log_p, weight), log_p, labels)
+
+    def of_class(log_p: Tensor) -> Tensor:
+        return _modulated(log_p, lambda log_p: _miss(log_p) ** above * _raised(log_p, below))
+
+    return _expected(of_class, log_p, labels)
 
 
 def label_smoothing(

@@ -86,7 +86,8 @@ def faint(color: str) -> str:
     """The colour mixed with as much white, for what rests on few samples."""
     from matplotlib.colors import to_hex, to_rgb
 
-    return to_hex([0.5 * part + 0.5 for part in to_rgb(color)])
+    red, green, blue = (0.5 * part + 0.5 for part in to_rgb(color))
+    return to_hex((red, green, blue))
 
 
 def faint_bins(ax: Axes, x: Array, y: Array, counts: Array, color: str) -> None:

@@ -56,7 +56,8 @@ MAY_IMPORT = {
     "margins mixing models modes monitors names network objective optim options pixels predict predictions ranks "
     "report runs",
     "sklearn": "errors models names training",
-    "studies": "calibration config curvature data errors jsonio names predict predictions report runs training",
+    "studies": "calibration config configs curvature data errors jsonio margins names predict predictions report "
+    "runs training",
     "commands": "calibration config configs curvature data deploy errors export files jsonio launch models monitors "
     "posterior predict predictions ranks report runs studies training",
     "cli": "commands errors",

@@ -8,7 +8,7 @@ from metacal.report.tables import Column, Table
 from metacal.runs.record import Run, load_runs
 from metacal.studies.grid import Study
 
-__all__ = ["NO_MARKS", "footer", "headline", "over_seeds"]
+__all__ = ["NO_MARKS", "footer", "headline", "over_seeds", "versions_of"]
 
 NO_MARKS = "No value is marked as the best: `metacal compare` tests which differences are more than chance."
 
@@ -29,11 +29,17 @@ def headline(study: Study) -> str:
     return f"`{study.command}`: {runs}{missing}, {minutes:.0f} minutes of training in all."
 
 
+def versions_of(study: Study) -> list[str]:
+    """The versions that made its runs, each once."""
+    summaries = ((job.folder.path, job.folder.read_summary()) for job in study.jobs)
+    return list(dict.fromkeys(Run(path, {}, summary).versions for path, summary in summaries))
+
+
 def footer(study: Study) -> str:
     """The headline, the versions, every run with its seed and folder, and what is left out: Markdown."""
     summaries = [job.folder.read_summary() for job in study.jobs]
     made_by = [Run(job.folder.path, {}, s).versions for job, s in zip(study.jobs, summaries)]
-    versions = list(dict.fromkeys(made_by))
+    versions = versions_of(study)
     lines = [headline(study), f"Versions: {versions[0]}."]
     columns = [Column("seed"), Column("minutes", digits=1), Column("folder")]
     if len(versions) > 1:

@@ -21,6 +21,7 @@ from hydra.errors import HydraException
 from metacal.config import Config
 from metacal.config.compose import PATH_KEYS, compose, config_dir, explain
 from metacal.config.unread import check_read
+from metacal.configs import comment_of
 from metacal.errors import InputError, require, require_choice
 from metacal.runs.config import require_same_config
 from metacal.runs.folder import RunFolder, read_metrics, series_of
@@ -67,6 +68,7 @@ class Study:
         command: that made it.
         unfinished: the other jobs, which a report names.
         choices: label -> labels of groups, of which each seed takes the run with the least val NLL.
+        spec: what its file says, with the variant in place, and `shows`, its first comment; nothing without a file.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Study:
     command: str
     unfinished: Sequence[Job] = ()
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    spec: Mapping[str, Any] = field(default_factory=dict)
 
 
 def study_names() -> list[str]:
@@ -124,7 +127,15 @@ def load_study(name: str, variant: str | None = None, words: Sequence[str] = ())
     made_by = shlex.join(["metacal", "study", name, *([f"variant={variant}"] if variant else []), *words])
     config = jobs[0].config
     folder = Path(config.runs) / config.name / "report"
-    return Study(title, spec["report"], jobs, folder, made_by, choices=spec.get("choices", {}))
+    return Study(
+        title,
+        spec["report"],
+        jobs,
+        folder,
+        made_by,
+        choices=spec.get("choices", {}),
+        spec={**spec, "shows": comment_of(file)},
+    )
 
 
 def _key_of(word: str) -> str:

@@ -5,8 +5,12 @@
     groups: {label: {words: [key=value, ...], sweep: {key: [value, ...]}}}
     choices: {label: [labels]}       rows of a report: of these groups, for each seed, the run with the least val NLL
     variants: {name: {common: [...], groups: {label: {...}}, leave_out: [labels]}}    a shorter, longer or other version
+    title, setting, takes, differs: text      the heading of its page; what it trains on what; how long that took; what
+                                              is otherwise than in the publication
+    columns: [names], epochs: [selected, last], plots: [[column or swept key, column]]         of the report `measured`
+    published: {row: {column: value or [mean, std]}}                                           beside its own rows
 
-A group has one run for each combination of the values that it sweeps over. `common`, `choices` and `variants` may be
+A group has one run for each combination of the values that it sweeps over. All but `report` and `groups` may be
 missing, of a group `words` or `sweep`. A variant's `common` comes after the file's; of a group that the file has too,
 its `words` or `sweep` replace the file's; the groups that it leaves out have no runs.
 """
@@ -23,8 +27,10 @@ from metacal.errors import require, require_choice
 
 __all__ = ["REPORTS", "read_spec"]
 
-REPORTS = ("compare", "methods", "optimizers", "trajectory", "validation")
+REPORTS = ("compare", "measured", "methods", "optimizers", "trajectory", "validation")
 """The modules of `metacal.studies` that make a report."""
+TEXTS = ("title", "setting", "takes", "differs")
+OF_MEASURED = ("columns", "epochs", "plots", "published")
 
 
 def read_spec(file: Path, variant: str | None = None) -> dict[str, Any]:
@@ -33,15 +39,19 @@ def read_spec(file: Path, variant: str | None = None) -> dict[str, Any]:
     Raises:
         InputError: with what is wrong in the file, or for a variant that it does not have.
     """
-    spec = _mapping(read_yaml(file), str(file), ("report", "common", "groups", "choices", "variants"))
+    spec = _mapping(
+        read_yaml(file), str(file), (*TEXTS, *OF_MEASURED, "report", "common", "groups", "choices", "variants")
+    )
     require_choice(f"report of {file}", spec.get("report"), REPORTS)
     _check_part(spec, str(file))
+    _check_said(spec, str(file))
     require(bool(spec.get("groups")), f"{file} must have groups, each with words or a sweep, got none")
     variants = spec.get("variants", {})
     require(isinstance(variants, dict), f"{file}: variants must be a mapping of names, got {variants!r}")
     for name, change in variants.items():
         where = f"{file}: variants: {name}"
-        _check_part(_mapping(change, where, ("common", "groups", "leave_out")), where)
+        _check_part(_mapping(change, where, (*TEXTS, "published", "common", "groups", "leave_out")), where)
+        _check_said(change, where)
         _check_labels(change.get("leave_out", []), f"{where}: leave_out", spec["groups"])
     choices = spec.get("choices", {})
     require(isinstance(choices, dict), f"{file}: choices must map labels to lists of groups, got {choices!r}")
@@ -55,7 +65,8 @@ def read_spec(file: Path, variant: str | None = None) -> dict[str, Any]:
     common, left_out = [*spec.get("common", []), *change.get("common", [])], change.get("leave_out", [])
     groups = {label: group for label, group in {**spec["groups"], **groups}.items() if label not in left_out}
     choices = {label: [name for name in among if name in groups] for label, among in choices.items()}
-    return {**spec, "common": common, "groups": groups, "choices": choices}
+    said = {key: change[key] for key in (*TEXTS, "published") if key in change}
+    return {**spec, **said, "common": common, "groups": groups, "choices": choices}
 
 
 def _mapping(value: Any, where: str, known: tuple[str, ...]) -> dict[str, Any]:
@@ -77,6 +88,26 @@ def _check_part(part: Mapping[str, Any], where: str) -> None:
         sweep = group.get("sweep", {})
         lists = isinstance(sweep, dict) and all(isinstance(values, list) and values for values in sweep.values())
         require(lists, f"{at}: sweep must map each key to a list of values, got {sweep!r}")
+
+
+def _check_said(part: Mapping[str, Any], where: str) -> None:
+    """What a study's file says of itself and of its report."""
+    for key in TEXTS:
+        require(isinstance(part.get(key, ""), str), f"{where}: {key} must be text, got {part.get(key)!r}")
+    if part.get("report") == "measured":
+        require(bool(part.get("columns")), f"{where}: the report measured needs columns, a list of names")
+    for key in ("columns", "epochs"):
+        names = part.get(key, [])
+        good = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        require(good, f"{where}: {key} must be a list of names, got {names!r}")
+    for epoch in part.get("epochs", []):
+        require_choice(f"an epoch of {where}", epoch, ("selected", "last"))
+    plots = part.get("plots", [])
+    pairs = isinstance(plots, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in plots)
+    require(pairs, f"{where}: plots must be a list of pairs, got {plots!r}")
+    published = part.get("published", {})
+    rows = isinstance(published, dict) and all(isinstance(row, dict) for row in published.values())
+    require(rows, f"{where}: published must map rows to values by column, got {published!r}")
 
 
 def _check_labels(labels: Any, where: str, groups: Mapping[str, Any]) -> None:

@@ -1,29 +1,31 @@
 """Calibration and curvature along the trajectory: how closely ECE follows the Gauss-Newton sharpness in a run.
 
 For every run the series of train and held-out ECE (and KCE) and of the Gauss-Newton sharpness, over the logged steps,
-give one Pearson correlation each; a table cell is its mean and standard deviation over the learning rates of a group.
-The sharpness beside held-out ECE is once that of the training images and once that of the held-out images.
+give one Pearson correlation each; a table cell is its mean and standard deviation over the runs of a group.
+The sharpness beside held-out ECE is once that of the training images and once that of the held-out images. The same is
+done with the sharpness of mini-batches and with the margin moments Q and Q_ε in its place.
 Published values: "Too Sharp, Too Sure: When Calibration Follows Curvature" (arXiv 2604.20614).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
 from metacal.errors import require
-from metacal.jsonio import to_json
 from metacal.report.drawing import SMALL, percent
 from metacal.report.tables import Cell, Column, Spread, Table
-from metacal.studies.footer import footer
-from metacal.studies.grid import Job, Study, load_series
+from metacal.studies import pages
+from metacal.studies.grid import Study, load_series
 
-__all__ = ["coupling", "lag_of_best_correlation", "report"]
+__all__ = ["collect", "coupling", "figures", "lag_of_best_correlation", "report", "tables"]
 
 SHARPNESS = "curvature/gn_sharpness"
 HELD_OUT_SHARPNESS = "curvature/held_out_gn_sharpness"
@@ -32,6 +34,21 @@ SERIES = {
     "train KCE": "train_subset/kce",
     "held-out ECE": "val_subset/ece",
     "held-out KCE": "val_subset/kce",
+}
+MARKERS = "os^Dv<>P"
+# What calibration is compared with: of the training images, and of the held-out images where that was measured too.
+PARTNERS = {
+    "GN sharpness": (SHARPNESS, HELD_OUT_SHARPNESS),
+    "batch sharpness": ("curvature/batch_sharpness", "curvature/batch_sharpness"),
+    "Q": ("train_subset/certificate_q", "val_subset/certificate_q"),
+    "Q_ε": ("train_subset/robust_q", "val_subset/robust_q"),
+}
+# Shown as they are at the end of a run, and saved for that.
+OTHERS = {
+    "train accuracy": "train_subset/accuracy",
+    "held-out accuracy": "val_subset/accuracy",
+    "train confidence": "train_subset/confidence",
+    "edge": "curvature/edge",
 }
 # Pearson correlation with the Gauss-Newton sharpness, mean and standard deviation over four learning rates.
 PUBLISHED = {
@@ -85,162 +102,216 @@ def lag_of_best_correlation(a: Sequence[float], b: Sequence[float], max_lag: int
     return best
 
 
-def coupling(series: Mapping[str, Mapping[int, float]], own: bool = False) -> dict[str, dict[str, float]]:
-    """For each of `SERIES`: Pearson and Spearman correlation with the sharpness, and the lag of the best one.
+def coupling(
+    series: Mapping[str, Mapping[int, float]], own: bool = False, partner: str = "GN sharpness"
+) -> dict[str, dict[str, float]]:
+    """For each of `SERIES`: Pearson and Spearman correlation with a partner, and the lag of the best one.
 
-    The sharpness is that of the training images; with `own`, for held-out series, that of the held-out images.
+    partner: of `PARTNERS`; that of the training images or, with `own` and for held-out series, of the held-out images.
     """
-    found: dict[str, dict[str, float]] = {}
-    for key in (SHARPNESS, HELD_OUT_SHARPNESS, *SERIES.values()):
+    correlations: dict[str, dict[str, float]] = {}
+    for key in (*PARTNERS[partner], *SERIES.values()):
         require(key in series, f"the run's metrics have no {key}: the study needs monitor=full")
     for name, key in SERIES.items():
-        sharpness = series[HELD_OUT_SHARPNESS if own and name.startswith("held-out") else SHARPNESS]
-        steps = sorted(series[key].keys() & sharpness.keys())
-        a, b = [series[key][s] for s in steps], [sharpness[s] for s in steps]
-        if len(steps) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
-            found[name] = {"pearson": float("nan"), "spearman": float("nan"), "lag": 0.0, "points": float(len(steps))}
-            continue
-        lag, _ = lag_of_best_correlation(a, b, max_lag=len(steps) // 4)
-        found[name] = {
-            "pearson": float(stats.pearsonr(a, b).statistic),
-            "spearman": float(stats.spearmanr(a, b).statistic),
-            "lag": float(lag),
-            "points": float(len(steps)),
-        }
-    return found
+        other = series[PARTNERS[partner][own and name.startswith("held-out")]]
+        steps = sorted(series[key].keys() & other.keys())
+        a, b = [series[key][s] for s in steps], [other[s] for s in steps]
+        correlations[name] = {"pearson": math.nan, "spearman": math.nan, "lag": 0.0, "points": float(len(steps))}
+        if len(steps) >= 3 and np.ptp(a) > 0 and np.ptp(b) > 0:
+            lag, _ = lag_of_best_correlation(a, b, max_lag=len(steps) // 4)
+            correlations[name]["pearson"] = float(stats.pearsonr(a, b).statistic)
+            correlations[name]["spearman"] = float(stats.spearmanr(a, b).statistic)
+            correlations[name]["lag"] = float(lag)
+    return correlations
 
 
 def report(study: Study) -> list[Path]:
     """Write the tables, the numbers behind them and the figures; returns the files' paths."""
-    study.folder.mkdir(parents=True, exist_ok=True)
-    series = {job: load_series(job.folder) for job in study.jobs}
-    found = {job: coupling(s) for job, s in series.items()}
-    own = {job: coupling(s, own=True) for job, s in series.items()}
-    labels = list(dict.fromkeys(job.label for job in study.jobs))
-    tables = [
-        _table(labels, f, kind, whose)
-        for f, whose in ((found, "of the training images"), (own, "of the same images"))
-        for kind in ("pearson", "spearman")
-    ]
-    tables += [
-        _runs_table(study.jobs, found, "of the training images"),
-        _runs_table(study.jobs, own, "of the same images"),
-    ]
-    text = "\n\n".join([*(table.render("markdown") for table in tables), footer(study)])
-    for table in tables:
-        print(table.render("text"), end="\n\n")
-    paths = [study.folder / name for name in ("table.md", "numbers.json", "phase.png", "curves.png")]
-    paths[0].write_text(text)
-    numbers = [
-        {
-            "label": j.label,
-            "seed": j.config.seed,
-            **j.swept,
-            "folder": str(j.folder.path),
-            "training sharpness": found[j],
-            "own": own[j],
+    return pages.write(study, collect(study))
+
+
+def collect(study: Study) -> dict[str, Any]:
+    """Of each run the series that tables and figures are made of, in four digits, and its correlations."""
+    keys = [*SERIES.values(), *(key for pair in PARTNERS.values() for key in pair), *OTHERS.values()]
+    runs = []
+    for job in study.jobs:
+        whole = load_series(job.folder)
+        saved = {
+            key: {step: float(f"{value:.4g}") for step, value in whole[key].items()}
+            for key in dict.fromkeys(keys)
+            if key in whole
         }
-        for j in study.jobs
+        named = {"label": job.label, "seed": job.config.seed, "swept": dict(job.swept), "folder": str(job.folder.path)}
+        runs.append({**named, "training sharpness": coupling(whole), "own": coupling(whole, own=True), "series": saved})
+    return {**pages.about(study), "runs": runs}
+
+
+Runs = Sequence[Mapping[str, Any]]
+
+
+def _series(run: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """As they were saved; JSON has steps as text, and nothing for what is not finite."""
+    return {
+        key: {int(step): math.nan if value is None else value for step, value in values.items()}
+        for key, values in run["series"].items()
+    }
+
+
+def tables(numbers: Mapping[str, Any]) -> list[Table]:
+    """Correlations by group with the published ones, with the other partners, where the runs end, and each run."""
+    runs = numbers["runs"]
+    return [
+        _published_table(runs, "training sharpness", "of the training images"),
+        _published_table(runs, "own", "of the same images"),
+        _partners_table(runs),
+        _ends_table(runs),
+        _runs_table(runs),
     ]
-    paths[1].write_text(to_json(numbers))
-    _phase(study.jobs, series).savefig(paths[2], dpi=130)
-    _curves(study.jobs, series).savefig(paths[3], dpi=130)
-    return paths
 
 
-def _table(
-    labels: Sequence[str], found: Mapping[Job, Mapping[str, Mapping[str, float]]], kind: str, whose: str
-) -> Table:
+def _labels(runs: Runs) -> list[str]:
+    return list(dict.fromkeys(run["label"] for run in runs))
+
+
+def _published_table(runs: Runs, whose: str, named: str) -> Table:
     rows: list[tuple[str, list[Cell]]] = []
-    for label in labels:
-        values = {name: [f[name][kind] for j, f in found.items() if j.label == label] for name in SERIES}
+    for label in _labels(runs):
+        values = {name: [run[whose][name]["pearson"] for run in runs if run["label"] == label] for name in SERIES}
         rows.append((f"{label}, here", [_spread(values[name]) for name in SERIES]))
-        if kind == "pearson" and label in PUBLISHED:
+        if label in PUBLISHED:
             rows.append((f"{label}, published", [Spread(*PUBLISHED[label][name]) for name in SERIES]))
-    counts = {label: sum(j.label == label for j in found) for label in labels}
+    counts = ", ".join(f"{label}: {sum(run['label'] == label for run in runs)}" for label in _labels(runs))
     return Table(
         [Column(name, name, 2) for name in SERIES],
         rows,
         "optimizer",
-        f"{kind.capitalize()} correlation with the Gauss-Newton sharpness {whose}",
+        f"Pearson correlation with the Gauss-Newton sharpness {named}",
         [
-            f"Mean ± standard deviation over the learning rates ({', '.join(f'{k}: {v}' for k, v in counts.items())}). "
-            "Held-out images are the validation split here, the test set in the published numbers."
+            f"Mean ± standard deviation over the runs, which differ in the rate ({counts}). Held-out images are "
+            'the validation split; so are those that the publication calls "test".'
         ],
     )
 
 
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else float("nan"))
+def _partners_table(runs: Runs) -> Table:
+    """Rank correlations too: Q is exponential in the margins, so that a line through it is not to be expected."""
+    names = ("train ECE", "held-out ECE")
+    rows: list[tuple[str, list[Cell]]] = []
+    kinds = {"pearson": "linear", "spearman": "rank"}
+    for label in _labels(runs):
+        cells: list[Cell] = []
+        for partner, keys in PARTNERS.items():
+            series = [s for run in runs if run["label"] == label and keys[0] in (s := _series(run))]
+            of_runs = [coupling(s, own=True, partner=partner) for s in series]
+            cells += [_spread([c[name][kind] for c in of_runs]) for name in names for kind in kinds]
+        rows.append((label, cells))
+    columns = [
+        Column(f"{partner} {name} {kind}", f"{name} and {partner}, {kinds[kind]}", 2)
+        for partner in PARTNERS
+        for name in names
+        for kind in kinds
+    ]
+    shown = [i for i in range(len(columns)) if any(cells[i] is not None for _, cells in rows)]
+    rows = [(label, [cells[i] for i in shown]) for label, cells in rows]
+    note = "Of the same images, but for the sharpness of mini-batches, which is that of training images."
+    return Table([columns[i] for i in shown], rows, "optimizer", "Correlation with other quantities", [note])
 
 
-def _runs_table(jobs: Sequence[Job], found: Mapping[Job, Mapping[str, Mapping[str, float]]], whose: str) -> Table:
+def _spread(values: Sequence[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    if not known:
+        return None
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else math.nan)
+
+
+def _ends_table(runs: Runs) -> Table:
+    names = {
+        "GN sharpness": SHARPNESS,
+        "train ECE": SERIES["train ECE"],
+        "held-out ECE": SERIES["held-out ECE"],
+        **{name: key for name, key in OTHERS.items() if name != "edge"},
+    }
+    columns = [Column(name, name, 1, percent=key != SHARPNESS) for name, key in names.items()]
+    rows: list[tuple[str, list[Cell]]] = []
+    for run in runs:
+        series = _series(run)
+        rows.append((_title(run), [series[key][max(series[key])] if key in series else None for key in names.values()]))
+    return Table(columns, rows, "run", "At the last measurement", [], marked=frozenset())
+
+
+def _runs_table(runs: Runs) -> Table:
     """Every run by itself: correlations, the lag of held-out ECE behind the sharpness, and how many points it has."""
     columns = [Column(name, name, 2) for name in SERIES]
     columns += [Column("lag", "lag of held-out ECE", 0), Column("points", "points", 0)]
     rows: list[tuple[str, list[Cell]]] = []
-    for job in jobs:
-        f = found[job]
-        cells: list[Cell] = [f[name]["pearson"] for name in SERIES]
-        rows.append((_title(job), [*cells, f["held-out ECE"]["lag"], f["held-out ECE"]["points"]]))
-    return Table(
-        columns,
-        rows,
-        "run",
-        f"Pearson correlation of each run, sharpness {whose}",
-        ["Lag in measurements; > 0: ECE follows."],
-    )
+    for run in runs:
+        values = run["own"]
+        cells: list[Cell] = [values[name]["pearson"] for name in SERIES]
+        rows.append((_title(run), [*cells, values["held-out ECE"]["lag"], values["held-out ECE"]["points"]]))
+    title = "Pearson correlation of each run, sharpness of the same images"
+    return Table(columns, rows, "run", title, ["Lag in measurements; > 0: ECE follows."])
 
 
-def _title(job: Job) -> str:
-    return " ".join([job.label, *(f"{key.rpartition('.')[2]} {value}" for key, value in job.swept.items())])
+def _title(run: Mapping[str, Any]) -> str:
+    return " ".join([run["label"], *(f"{key.rpartition('.')[2]} {value}" for key, value in run["swept"].items())])
 
 
-def _phase(jobs: Sequence[Job], series: Mapping[Job, Mapping[str, Mapping[int, float]]]) -> Figure:
-    """ECE against sharpness, one panel a group and split, one line a run, its end marked."""
-    labels = list(dict.fromkeys(job.label for job in jobs))
-    figure = Figure(figsize=(4.2 * len(labels), 7.2), layout="constrained")
+def figures(numbers: Mapping[str, Any]) -> dict[str, Figure]:
+    """`phase`: ECE against sharpness; `curves`: all of it over the steps."""
+    return {"phase": _phase(numbers["runs"]), "curves": _curves(numbers["runs"])}
+
+
+def _phase(runs: Runs) -> Figure:
+    """ECE against sharpness, a panel a group and split, a line a run; colour is time, from the start to the end."""
+    labels = _labels(runs)
+    figure = Figure(figsize=(3.6 * len(labels), 6.6), layout="constrained")
     axes = figure.subplots(2, len(labels), squeeze=False)
     for column, label in enumerate(labels):
         for row, name in enumerate(("train ECE", "held-out ECE")):
             ax = axes[row][column]
-            for i, job in enumerate([j for j in jobs if j.label == label]):
-                s, key = series[job], SERIES[name]
-                sharpness = s[HELD_OUT_SHARPNESS if row else SHARPNESS]
-                steps = sorted(s[key].keys() & sharpness.keys())
-                x, y = [sharpness[t] for t in steps], [s[key][t] for t in steps]
-                (line,) = ax.plot(x, y, lw=1, color=f"C{i}", label=_title(job))
-                ax.plot(x[-1:], y[-1:], "o", ms=5, color=line.get_color())
-            ax.set(
-                xscale="log", xlabel="Gauss–Newton sharpness of the same images", ylabel=name, title=f"{label}: {name}"
-            )
+            for i, run in enumerate([run for run in runs if run["label"] == label]):
+                series = _series(run)
+                ece, sharpness = series[SERIES[name]], series[HELD_OUT_SHARPNESS if row else SHARPNESS]
+                steps = sorted(ece.keys() & sharpness.keys())
+                x, y = [sharpness[t] for t in steps], [ece[t] for t in steps]
+                ax.plot(x, y, lw=0.8, color="0.7", zorder=1)
+                time = [t / steps[-1] for t in steps]
+                points = ax.scatter(
+                    x, y, c=time, cmap="viridis", vmin=0, vmax=1, s=14, marker=MARKERS[i % len(MARKERS)]
+                )
+                ax.plot(
+                    [], [], MARKERS[i % len(MARKERS)], color="0.4", ms=4, label=_title(run).removeprefix(f"{label} ")
+                )
+            ax.set(xscale="log", xlabel="GN sharpness of the same images", ylabel=name, title=f"{label}: {name}")
             percent(ax.yaxis)
             ax.grid(alpha=0.3)
             ax.legend(fontsize=SMALL)
+    figure.colorbar(points, ax=axes, label="share of the run's steps", shrink=0.6)
     return figure
 
 
-def _curves(jobs: Sequence[Job], series: Mapping[Job, Mapping[str, Mapping[int, float]]]) -> Figure:
-    """Sharpness, with its edge, and train and test ECE and accuracy over the steps."""
-    labels = list(dict.fromkeys(job.label for job in jobs))
+def _curves(runs: Runs) -> Figure:
+    """Sharpness, with its edge, and train and held-out ECE and accuracy over the steps."""
+    labels = _labels(runs)
     names = {
-        "Gauss–Newton sharpness": SHARPNESS,
+        "GN sharpness": SHARPNESS,
         "held-out sharpness": HELD_OUT_SHARPNESS,
         "train ECE": SERIES["train ECE"],
         "held-out ECE": SERIES["held-out ECE"],
-        "train accuracy": "train_subset/accuracy",
-        "held-out accuracy": "val_subset/accuracy",
+        "train accuracy": OTHERS["train accuracy"],
+        "held-out accuracy": OTHERS["held-out accuracy"],
     }
-    figure = Figure(figsize=(4.2 * len(labels), 2.6 * len(names)), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(labels), 2.2 * len(names)), layout="constrained")
     axes = figure.subplots(len(names), len(labels), squeeze=False)
     for column, label in enumerate(labels):
         for row, (name, key) in enumerate(names.items()):
             ax = axes[row][column]
-            for i, job in enumerate([j for j in jobs if j.label == label]):
-                s = series[job]
-                ax.plot(list(s[key]), list(s[key].values()), lw=1, color=f"C{i}", label=_title(job))
-                if key == SHARPNESS and "curvature/edge" in s:
-                    ax.axhline(next(iter(s["curvature/edge"].values())), ls=":", lw=0.8, color=f"C{i}")
+            for i, run in enumerate([run for run in runs if run["label"] == label]):
+                series = _series(run)
+                values = series.get(key, {})
+                ax.plot(list(values), list(values.values()), lw=1, color=f"C{i}", label=_title(run))
+                if key == SHARPNESS and "curvature/edge" in series:
+                    ax.axhline(next(iter(series["curvature/edge"].values())), ls=":", lw=0.8, color=f"C{i}")
             ax.set(xlabel="step", ylabel=name, title=f"{label}: {name}")
             if key in (SHARPNESS, HELD_OUT_SHARPNESS):
                 ax.set_yscale("log")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -48,13 +49,16 @@ def test_coupling_pairs_values_of_the_same_step():
 
 def test_a_study_composes_all_of_its_runs_before_any_starts():
     study = grid.load_study("trajectory", words=["data=digits"])
-    assert [job.label for job in study.jobs] == ["GD"] * 4 + ["SGD"] * 4
-    assert len({str(job.folder.path) for job in study.jobs}) == 8
-    fast = grid.load_study("trajectory", "fast", ["data=digits"])
-    assert all("monitor.subset=1000" in job.words and "monitor.subset=5000" not in job.words for job in fast.jobs)
+    assert Counter(job.label for job in study.jobs) == {
+        **dict.fromkeys(("GD", "SGD", "AdamW", "Muon", "SAM"), 4),
+        "BulkSGD": 6,
+    }
+    assert len({str(job.folder.path) for job in study.jobs}) == 26
+    paper = grid.load_study("trajectory", "paper", ["data=digits"])
+    assert all("monitor.subset=5000" in job.words and "monitor.subset=500" not in job.words for job in paper.jobs)
     for arguments, message in (
         (("trajectry",), "did you mean 'trajectory'"),
-        (("trajectory", "fst"), "did you mean 'fast'"),
+        (("trajectory", "papr"), "did you mean 'paper'"),
         (("trajectory", None, ["optimizer.lrr=1"]), "did you mean 'optimizer.lr'"),
         (("trajectory", None, ["optimizer.lr=0.1"]), "the study sweeps over optimizer.lr"),
     ):
@@ -81,7 +85,15 @@ def test_a_tiny_study_from_end_to_end(tmp_path, monkeypatch, capsys):
     report = tmp_path / "runs" / "tiny" / "report"
     assert {p.name for p in report.iterdir()} == {"table.md", "numbers.json", "phase.png", "curves.png"}
     numbers = json.loads((report / "numbers.json").read_text())
-    assert len(numbers) == 2 and all(-1 <= n["own"]["held-out ECE"]["pearson"] <= 1 for n in numbers)
+    assert len(numbers["runs"]) == 2
+    assert all(-1 <= run["own"]["held-out ECE"]["pearson"] <= 1 for run in numbers["runs"])
     assert main(["study", "tiny", "jobs=2"]) == 0
     assert "2 runs, all finished" in capsys.readouterr().out
+    assert main(["study", "redraw", str(report / "numbers.json"), "docs"]) == 0
+    pictures = {"tiny_phase.png": "phase.png", "tiny_curves.png": "curves.png"}
+    assert {p.name for p in (tmp_path / "docs").iterdir()} == {"tiny.md", "tiny.json", *pictures}
+    page = (tmp_path / "docs" / "tiny.md").read_text()
+    assert page.startswith("# tiny\n\n    metacal study tiny") and all(f"]({name})" in page for name in pictures)
+    values = next(line for line in (report / "table.md").read_text().splitlines() if line.startswith("| SGD, here"))
+    assert values in page
     assert main(["study", "tiny", "jobs=x"]) == 2

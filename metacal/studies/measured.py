@@ -1,0 +1,260 @@
+"""Rows of a grid, the columns that the study's file names, and what was published beside them.
+
+A row is a group with the values that it sweeps over, the seeds apart: mean and standard deviation over these. Columns:
+
+    accuracy, ece, ece_scaled, …      a measure of the test split; train/ece, val/ece of another one
+    q, train/q, val/q                 the margin moment mean exp(−m)
+    gn_sharpness, hessian_sharpness, gn_trace, hessian_trace      of the cross-entropy of `IMAGES` validation images
+    trained/gn_sharpness, …           the same of the per-sample loss that is trained
+    minutes, step_ms                  of the training; the median of its steps
+    gamma, parameters, gamma_parameters     the mean gamma at the end; how many numbers the network and the gammas have
+
+A plot is a pair of columns, or of a swept key and a column; of a swept key it has a line for each value of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from metacal.calibration import MEASURES, Measure
+from metacal.config.parts import learns
+from metacal.curvature import gn_sharpness, gn_trace, hessian_sharpness, hessian_trace
+from metacal.curvature.loss import LogitLoss
+from metacal.errors import require, require_choice
+from metacal.margins import moment, true_margin
+from metacal.predict import predict
+from metacal.predictions import Predictions
+from metacal.report.drawing import COLORS, SMALL, percent
+from metacal.report.tables import Cell, Column, Spread, Table, central, column_of, summarise
+from metacal.runs import checkpoint
+from metacal.studies import pages
+from metacal.studies.footer import NO_MARKS, over_seeds
+from metacal.studies.grid import Job, Study, load_series
+from metacal.training.saved import SavedRun, load_run
+from metacal.training.setup import build_gamma, evaluation_batches, fixed_subset, trained_loss, training_batches
+
+__all__ = ["collect", "column", "figures", "report", "tables"]
+
+IMAGES = 256
+CURVATURE: dict[str, tuple[Column, Callable[..., Any]]] = {
+    "gn_sharpness": (Column("gn_sharpness", "λ(G)", 1), gn_sharpness),
+    "hessian_sharpness": (Column("hessian_sharpness", "λ(H)", 1), hessian_sharpness),
+    "gn_trace": (Column("gn_trace", "Tr G", 0), gn_trace),
+    "hessian_trace": (Column("hessian_trace", "Tr H", 0), hessian_trace),
+}
+OTHERS = {
+    "minutes": Column("minutes", "Minutes", 2),
+    "step_ms": Column("step_ms", "Step ms", 1),
+    "gamma": Column("gamma", "Gamma at the end", 2),
+    "parameters": Column("parameters", "Parameters", 0),
+    "gamma_parameters": Column("gamma_parameters", "of the gammas", 0),
+}
+EPOCHS = {"selected": "best", "last": "last"}  # the epoch -> its checkpoint
+
+
+def column(name: str) -> Column:
+    """How the column `name` is shown.
+
+    Raises:
+        InputError: for a name that is no column.
+    """
+    where, _, measure = name.rpartition("/")
+    base = measure.removesuffix("_scaled")
+    require_choice("column", base, (*MEASURES, "q", *CURVATURE, *OTHERS))
+    splits, losses = ("", "train", "val"), ("", "trained")
+    known = losses if base in CURVATURE else splits if base in (*MEASURES, "q") else ("",)
+    require(where in known and (base == measure or base in MEASURES), f"there is no column {name}")
+    if base in OTHERS:
+        return OTHERS[base]
+    if base in CURVATURE:
+        shown, _ = CURVATURE[base]
+        return Column(name, f"{shown.title}, trained loss" if where else shown.title, shown.digits)
+    shown = Column("q", "Q", 3) if base == "q" else column_of(base)
+    title = f"{where} {shown.title}".lstrip() + (", scaled" if measure != base else "")
+    return Column(name, title, shown.digits, shown.percent)
+
+
+def report(study: Study) -> list[Path]:
+    """Write the tables (Markdown), the numbers (JSON) and a figure of the plots; returns the files' paths."""
+    return pages.write(study, collect(study))
+
+
+def collect(study: Study) -> dict[str, Any]:
+    """The numbers of all runs, and what the study's file says of them."""
+    names = list(study.spec["columns"])
+    epochs = list(study.spec.get("epochs", ["selected"]))
+    for name in names:
+        column(name)
+    runs = []
+    for job in study.jobs:
+        swept = {key: value for key, value in job.swept.items() if key != "seed"}
+        values = {epoch: _values(job, epoch, names) for epoch in epochs}
+        runs.append({"group": job.label, "swept": swept, "seed": job.config.seed, **values})
+    said = {key: study.spec.get(key, default) for key, default in (("published", {}), ("plots", []))}
+    return {**pages.about(study), "columns": names, "epochs": epochs, **said, "runs": runs}
+
+
+def _values(job: Job, epoch: str, names: Sequence[str]) -> dict[str, float | None]:
+    """The columns of one run at one epoch; None where the run has no such value."""
+    summary = job.folder.read_summary()
+    split_of_summary = "test" if epoch == "selected" else "last"
+    saved: list[SavedRun] = []  # at most one: made when a column needs the network
+
+    def run() -> SavedRun:
+        if not saved:
+            saved.append(load_run(job.folder.path, "cpu", EPOCHS[epoch]))
+            saved[0].backbone.eval()
+        return saved[0]
+
+    def predictions(split: str) -> Predictions:
+        if split == "train":
+            return predict(run().backbone, evaluation_batches(run().data.train).epoch(0))
+        return Predictions.load(job.folder.predictions(split, epoch))
+
+    values: dict[str, float | None] = {}
+    known: dict[str, Predictions] = {}
+    for name in names:
+        where, _, measure = name.rpartition("/")
+        if measure in CURVATURE:
+            values[name] = _curvature(job, run(), measure, where == "trained")
+        elif name in OTHERS:
+            values[name] = _other(job, summary, name)
+        elif f"{split_of_summary}/{name}" in summary:
+            values[name] = float(summary[f"{split_of_summary}/{name}"])
+        else:
+            split = where or "test"
+            known[split] = known.get(split) or predictions(split)
+            values[name] = _measure(known[split], measure)
+    return values
+
+
+def _measure(p: Predictions, measure: str) -> float:
+    if measure == "q":
+        assert p.logits is not None  # a run's
+        return moment(true_margin(p.logits, p.labels))
+    shown: Measure = MEASURES[measure]
+    return float(shown.function(p))
+
+
+def _curvature(job: Job, run: SavedRun, measure: str, trained: bool) -> float | None:
+    """Of the cross-entropy, or of the per-sample loss that is trained where its gammas are not learned."""
+    x, y = fixed_subset(run.data.val, IMAGES, "curvature")
+    loss: LogitLoss = "cross_entropy"
+    if trained:
+        if learns(job.config):
+            return None
+        source = build_gamma(job.config, run.backbone, training_batches(job.config, run.data)[0])
+        loss = trained_loss(job.config, run.backbone, source, x, y, job.config.epochs)
+    return float(CURVATURE[measure][1](run.backbone, x, y, loss=loss).value)
+
+
+def _other(job: Job, summary: Mapping[str, Any], name: str) -> float | None:
+    if name == "minutes":
+        return float(summary["time/train_s"]) / 60
+    if name in ("parameters", "gamma_parameters"):
+        state = checkpoint.load(job.folder.last)["backbone" if name == "parameters" else "gamma"] or {}
+        return float(sum(value.numel() for value in state.values()))
+    series = load_series(job.folder)
+    if name == "step_ms":
+        steps = sorted(series.get("time/step_ms", {}).values())
+        return steps[len(steps) // 2] if steps else None
+    gammas = series.get("gamma/mean", {})
+    return gammas[max(gammas)] if gammas else None
+
+
+def tables(numbers: Mapping[str, Any]) -> list[Table]:
+    """One table an epoch, the published rows below ours."""
+    return [_table(numbers, epoch) for epoch in numbers["epochs"]]
+
+
+def _table(numbers: Mapping[str, Any], epoch: str) -> Table:
+    columns = [column(name) for name in numbers["columns"]]
+    rows: list[tuple[str, list[Cell]]] = []
+    for name, runs in _rows(numbers).items():
+        rows.append((name, [summarise([run[epoch][c.name] for run in runs]) for c in columns]))
+        published = numbers["published"].get(name, {})
+        if published:
+            rows.append((f"{name}, published", [_published(published.get(c.name)) for c in columns]))
+    at = {"selected": "the epoch of the least validation NLL", "last": "the last epoch"}[epoch]
+    counts = map(len, _rows(numbers).values())
+    note = f"{over_seeds(counts)}, at {at}; measures are of the test split if nothing else is said."
+    if any(c.name.rpartition("/")[2] in CURVATURE for c in columns):
+        note += f" Curvature is that of {IMAGES} validation images in evaluation mode."
+    return Table(columns, rows, "runs", f"At {at}", [note, NO_MARKS], marked=frozenset())
+
+
+def _published(value: float | Sequence[float] | None) -> Cell:
+    return Spread(*value) if isinstance(value, (list, tuple)) else value
+
+
+def _row_name(run: Mapping[str, Any], without: str = "") -> str:
+    swept = [f"{key.rpartition('.')[2]} {value}" for key, value in run["swept"].items() if key != without]
+    return " ".join([run["group"], *swept])
+
+
+def _rows(numbers: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for run in numbers["runs"]:
+        rows.setdefault(_row_name(run), []).append(run)
+    return rows
+
+
+def figures(numbers: Mapping[str, Any]) -> dict[str, Figure]:
+    """One figure, `plots`, with a row of panels an epoch; none where the study's file has no plots."""
+    plots, epochs = numbers["plots"], numbers["epochs"]
+    if not plots:
+        return {}
+    figure = Figure(figsize=(5.2 * len(plots), 4.2 * len(epochs)), layout="constrained")
+    for row, epoch in zip(figure.subplots(len(epochs), len(plots), squeeze=False), epochs):
+        for ax, (x, y) in zip(row, plots):
+            swept = any(x in run["swept"] for run in numbers["runs"])
+            (_lines if swept else _points)(ax, numbers, epoch, x, y)
+            _label(ax, x, y, swept, epoch if len(epochs) > 1 else "")
+    return {"plots": figure}
+
+
+def _lines(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) -> None:
+    """Mean of `y` with its standard deviation over the swept values `x`, a line for each of the other values."""
+    lines: dict[str, dict[float, list[float | None]]] = {}
+    for run in numbers["runs"]:
+        if x in run["swept"]:
+            points = lines.setdefault(_row_name(run, without=x), {})
+            points.setdefault(float(run["swept"][x]), []).append(run[epoch][y])
+    for i, (name, points) in enumerate(lines.items()):
+        cells = {at: summarise(values) for at, values in sorted(points.items())}
+        known = {at: cell for at, cell in cells.items() if cell is not None}
+        spread = [cell.std if isinstance(cell, Spread) else 0.0 for cell in known.values()]
+        means = [central(cell) for cell in known.values()]
+        ax.errorbar(list(known), means, spread, label=name, color=COLORS[i % len(COLORS)], marker="o", ms=4, capsize=2)
+    values = sorted({at for points in lines.values() for at in points})
+    positive = [value for value in values if value > 0]
+    if positive and positive[-1] >= 10 * positive[0]:
+        ax.set_xscale("symlog", linthresh=positive[0])  # a weight or gamma of 0 has its place
+    ax.legend(fontsize=SMALL)
+
+
+def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) -> None:
+    """A point a row, at its means, with its name beside it; the rows of one group have one colour."""
+    groups = list(dict.fromkeys(run["group"] for run in numbers["runs"]))
+    for name, runs in _rows(numbers).items():
+        cells = [summarise([run[epoch][key] for run in runs]) for key in (x, y)]
+        if any(cell is None for cell in cells):
+            continue
+        at = [central(cell) for cell in cells]
+        spread = [cell.std if isinstance(cell, Spread) else 0.0 for cell in cells]
+        color = COLORS[groups.index(runs[0]["group"]) % len(COLORS)]
+        ax.errorbar(*[[v] for v in at], yerr=[spread[1]], xerr=[spread[0]], color=color, marker="o", ms=4, lw=0.8)
+        ax.annotate(name, at, xytext=(4, 3), textcoords="offset points", fontsize=SMALL - 1, color=color)
+
+
+def _label(ax: Axes, x: str, y: str, swept: bool, epoch: str) -> None:
+    shown = column(y)
+    ax.set(xlabel=x if swept else column(x).title, ylabel=shown.title, title=f"{epoch} epoch" if epoch else "")
+    axes = [(ax.yaxis, shown.percent), (ax.xaxis, not swept and column(x).percent)]
+    percent(*(axis for axis, in_percent in axes if in_percent))
+    ax.grid(alpha=0.3)

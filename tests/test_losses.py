@@ -286,6 +286,20 @@ def test_focal_falls_in_gamma() -> None:
     assert (values.diff(dim=0) <= 0).all()
 
 
+@given(
+    st.lists(st.floats(-12, 12), min_size=2, max_size=6),
+    st.integers(0, 5),
+    st.one_of(st.just(0.0), st.floats(1, 20)),
+)
+def test_focal_bounds_cross_entropy_less_gamma_times_the_entropy(logits: list[float], label: int, gamma: float) -> None:
+    """(1 − p)^γ ≥ 1 − γ p, by Bernoulli for γ ≥ 1, and −p_y log p_y ≤ H (Mukhoti et al. 2020)."""
+    z, y = torch.tensor([logits], dtype=torch.float64), torch.tensor([label % len(logits)])
+    log_p = torch.log_softmax(z, 1)
+    entropy = -(log_p.exp() * log_p).sum(1)
+    slack = losses.focal(z, y, gamma) - (losses.cross_entropy(z, y) - gamma * entropy)
+    assert (slack >= -1e-12).all()
+
+
 def test_bad_input() -> None:
     z, y = batch()
     for call, match in [

@@ -239,6 +239,9 @@ def accuracy_ece_plane(
         bars: dict[str, Any] = {"color": color, "elinewidth": 1 if clear else 0, "capsize": 2 if clear else 0}
         bars |= {"markersize": 7 if clear else 4, "fmt": _marker(style), "zorder": style["zorder"]}
         ax.errorbar(accuracy.mean(), error.mean(), _std(error), _std(accuracy), label=label, **bars)
+        if clear:
+            beside = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": SMALL, "color": color}
+            ax.annotate(label, (accuracy.mean(), error.mean()), **beside)
         if scaled is not None and label in scaled:
             x, y = scaled[label]
             ax.plot(
@@ -246,7 +249,6 @@ def accuracy_ece_plane(
             )
             ax.errorbar(x.mean(), y.mean(), _std(y), _std(x), markerfacecolor="white", **bars)
     ax.set(xlabel="accuracy", ylabel="ECE")
-    ax.set_ylim(bottom=0)
     percent(ax.xaxis, ax.yaxis)
     clean(ax, "hollow: after temperature scaling" if scaled else "")
     return figure

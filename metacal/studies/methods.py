@@ -14,9 +14,9 @@ from metacal.predictions import Predictions
 from metacal.report.figures import reliability_curves
 from metacal.report.tables import Cell, Column, Table, methods_table, summarise
 from metacal.studies.footer import NO_MARKS, footer, over_seeds
-from metacal.studies.grid import Study, load_series
+from metacal.studies.grid import Job, Study, load_series
 
-__all__ = ["report"]
+__all__ = ["MEASURES", "Rows", "report", "val_nll", "with_choices"]
 
 Rows = dict[str, list[dict[str, Any]]]
 """What the summaries of a group's runs say, by its label."""
@@ -35,12 +35,11 @@ def report(study: Study) -> list[Path]:
         summary = job.folder.read_summary() | {"folder": str(job.folder.path)}
         at_last = {f"test/{name[5:]}": value for name, value in summary.items() if name.startswith("last/")}
         for rows, epoch, values in ((selected, "selected", summary), (last, "last", {**summary, **at_last})):
-            val = nll(Predictions.load(job.folder.predictions("val", epoch)))
-            rows.setdefault(job.label, []).append(values | {"val/nll": float(val)})
+            rows.setdefault(job.label, []).append(values | {"val/nll": val_nll(job, epoch)})
         series.setdefault(job.label, []).append(load_series(job.folder))
         curves.setdefault(job.label, Predictions.load(job.folder.predictions("test", "last")))  # of the first seed
     tables = [
-        _unmarked(methods_table(_with_choices(rows, study.choices), MEASURES, title=title))
+        _unmarked(methods_table(with_choices(rows, study.choices), MEASURES, title=title))
         for rows, title in ((selected, "The selected epoch"), (last, "The last epoch"))
     ]
     tables.append(_costs(selected, series))
@@ -50,13 +49,18 @@ def report(study: Study) -> list[Path]:
     text += "\n\n" + footer(study)
     paths = [study.folder / name for name in ("table.md", "numbers.json", "reliability.png")]
     paths[0].write_text(text)
-    numbers = {"selected": _with_choices(selected, study.choices), "last": _with_choices(last, study.choices)}
+    numbers = {"selected": with_choices(selected, study.choices), "last": with_choices(last, study.choices)}
     paths[1].write_text(to_json(numbers))
     reliability_curves(curves).savefig(paths[2], dpi=130)
     return paths
 
 
-def _with_choices(rows: Rows, choices: Mapping[str, Sequence[str]]) -> Rows:
+def val_nll(job: Job, epoch: str = "selected") -> float:
+    """By which `with_choices` chooses; under val/nll in its rows."""
+    return float(nll(Predictions.load(job.folder.predictions("val", epoch))))
+
+
+def with_choices(rows: Rows, choices: Mapping[str, Sequence[str]]) -> Rows:
     """The rows, and those that take for each seed the run of some groups with the least validation NLL.
 
     That is what a user who searches has; the row's runs differ in what was chosen, which the numbers (JSON) tell.

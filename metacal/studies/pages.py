@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -84,7 +85,7 @@ def redraw(file: str | Path, folder: str | Path | None = None) -> list[Path]:
     pictures = _save(module.figures(numbers), target, f"{name}_")
     page, saved = target / f"{name}.md", target / f"{name}.json"
     page.write_text(_page(numbers, module.tables(numbers), pictures) + _reading(page))
-    saved.write_text(to_json(numbers))
+    saved.write_text(to_json(numbers, indent=None) + "\n")
     return [page, saved, *pictures]
 
 
@@ -94,7 +95,12 @@ def _page(numbers: Mapping[str, Any], tables: Sequence[Table], pictures: Sequenc
     parts += [*(table.render("markdown") for table in tables), *_differs(numbers)]
     parts += [f"![{path.stem.replace('_', ' ')}]({path.name})" for path in pictures]
     parts += [f"{numbers['headline']} Versions: {'; '.join(numbers['versions'])}."]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return "\n".join(map(_wrapped, "\n\n".join(filter(None, parts)).splitlines())) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    """A line of prose at a width that can be read; rows of tables and code as they are."""
+    return line if line.startswith(("|", " ")) else textwrap.fill(line, 118, break_on_hyphens=False)
 
 
 def _differs(numbers: Mapping[str, Any]) -> list[str]:

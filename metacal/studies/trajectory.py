@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from scipy import stats
 
 from metacal.errors import require
@@ -195,26 +196,19 @@ def _published_table(runs: Runs, whose: str, named: str) -> Table:
 
 def _partners_table(runs: Runs) -> Table:
     """Rank correlations too: Q is exponential in the margins, so that a line through it is not to be expected."""
-    names = ("train ECE", "held-out ECE")
+    names, kinds = ("train ECE", "held-out ECE"), {"pearson": "linear", "spearman": "rank"}
     rows: list[tuple[str, list[Cell]]] = []
-    kinds = {"pearson": "linear", "spearman": "rank"}
     for label in _labels(runs):
-        cells: list[Cell] = []
         for partner, keys in PARTNERS.items():
-            series = [s for run in runs if run["label"] == label and keys[0] in (s := _series(run))]
+            series = [s for run in runs if run["label"] == label and set(keys) <= (s := _series(run)).keys()]
             of_runs = [coupling(s, own=True, partner=partner) for s in series]
-            cells += [_spread([c[name][kind] for c in of_runs]) for name in names for kind in kinds]
-        rows.append((label, cells))
-    columns = [
-        Column(f"{partner} {name} {kind}", f"{name} and {partner}, {kinds[kind]}", 2)
-        for partner in PARTNERS
-        for name in names
-        for kind in kinds
-    ]
-    shown = [i for i in range(len(columns)) if any(cells[i] is not None for _, cells in rows)]
-    rows = [(label, [cells[i] for i in shown]) for label, cells in rows]
+            cells: list[Cell] = [_spread([c[name][kind] for c in of_runs]) for name in names for kind in kinds]
+            rows += [(f"{label}, {partner}", cells)] if of_runs else []
+    columns = [Column(f"{name} {kind}", f"{name}, {said}", 2) for name in names for kind, said in kinds.items()]
     note = "Of the same images, but for the sharpness of mini-batches, which is that of training images."
-    return Table([columns[i] for i in shown], rows, "optimizer", "Correlation with other quantities", [note])
+    return Table(
+        columns, rows, "optimizer, and what ECE is correlated with", "Correlation with other quantities", [note]
+    )
 
 
 def _spread(values: Sequence[float | None]) -> Spread | None:
@@ -283,6 +277,9 @@ def _phase(runs: Runs) -> Figure:
                     [], [], MARKERS[i % len(MARKERS)], color="0.4", ms=4, label=_title(run).removeprefix(f"{label} ")
                 )
             ax.set(xscale="log", xlabel="GN sharpness of the same images", ylabel=name, title=f"{label}: {name}")
+            ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.xaxis.set_minor_formatter(NullFormatter())
             percent(ax.yaxis)
             ax.grid(alpha=0.3)
             ax.legend(fontsize=SMALL)

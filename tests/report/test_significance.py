@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference.error_rates import NULLS, alike, many_nulls, rejections
 from scipy import stats
 
 from metacal.calibration import MEASURES
@@ -222,34 +223,6 @@ def test_the_more_alike_the_variances_the_more_degrees_of_freedom():
             moderated(bad)
 
 
-def many_nulls(experiments: int, g: int, s: int, spread: float = 0.0, first: float = 1.0) -> dict[str, float]:
-    """Equal methods on normal values with seed effects; standard deviations exp(spread · normal), of the first `first`.
-
-    How often some of the g - 1 others is found to differ from the first at 5 % after Holm, the rate of single
-    tests at 5 %, and how often the truly best (any given one) loses its mark to the best of the data.
-    """
-    r = np.random.default_rng(0)
-    family = single = lost = 0.0
-    none = np.zeros((s, 2))
-    for _ in range(experiments):
-        deviation = np.exp(spread * r.normal(size=(g, 1)))
-        deviation[0] *= first
-        values = r.normal(size=(g, s)) * deviation + r.normal(size=s)
-        m = moderated(values)
-
-        def p(i: int, j: int, values=values, m=m) -> float:
-            known = (m.variances[i], m.variances[j], m.df)
-            return difference(Sampled(values[i], none), Sampled(values[j], none), seed_variance=known).p_value
-
-        found = [p(i, 0) for i in range(1, g)]
-        single += np.mean([x < 0.05 for x in found])
-        family += min(holm(found)) < 0.05
-        best = int(values.mean(1).argmin())
-        others = [i for i in range(g) if i != best]
-        lost += best != 0 and holm([p(i, best) for i in others])[others.index(0)] < 0.05
-    return {"family": family / experiments, "single": single / experiments, "lost": lost / experiments}
-
-
 @pytest.mark.parametrize(("g", "s"), [(8, 3), (31, 3)])
 def test_many_equal_methods_are_rarely_told_apart(g, s):
     """100 experiments: with a rate of 5 %, more than 12 have a probability of 0.001."""
@@ -288,56 +261,6 @@ def test_many_methods_lend_power():
 # ------------------------------------------------------------------------------------------------ error rates
 
 
-def two_methods(
-    g: torch.Generator,
-    n: int,
-    seeds: int,
-    over_seeds: float = 0.0,
-    of_method: float = 0.0,
-    of_run: float = 0.0,
-    gap: float = 0.0,
-) -> list[list[Predictions]]:
-    """Runs of two methods on new test samples, overconfident by a factor near 1.5 on the logits.
-
-    What differs between runs: the factor (`over_seeds`, the standard deviation of its logarithm), noise on the logits
-    that a method's runs share (`of_method`) or that is a run's own (`of_run`). The second method's factor is larger by
-    exp(`gap`); with gap 0 the two are drawn alike, so that every measure's null hypothesis holds.
-    """
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    z = 1.5 * normal(n, 4)
-    labels = torch.multinomial(torch.softmax(z, 1), 1, generator=g).squeeze(1)
-    methods = []
-    for extra in (0.0, gap):
-        common = z + of_method * normal(n, 4)
-        factors = 1.5 * torch.exp(over_seeds * normal(seeds) + extra)
-        methods.append([Predictions.from_logits(f * (common + of_run * normal(n, 4)), labels) for f in factors])
-    return methods
-
-
-def rejections(measures: list[str], experiments: int, n: int, seeds: int, **how: float) -> dict[str, float]:
-    g = torch.Generator().manual_seed(1)
-    found = dict.fromkeys(measures, 0)
-    for i in range(experiments):
-        first, second = two_methods(g, n, seeds, **how)
-        counts = draw_counts(n, 64, seed=i)
-        a, b = sample(measures, first, counts), sample(measures, second, counts)
-        for name in measures:
-            found[name] += difference(a[name], b[name]).p_value < 0.05
-    return {name: count / experiments for name, count in found.items()}
-
-
-NULLS = {
-    "seeds": {"seeds": 3, "over_seeds": 0.2},
-    "samples": {"seeds": 3, "of_method": 0.7},
-    "samples, one run": {"seeds": 1, "of_run": 0.7},
-    "samples, each run its own": {"seeds": 3, "of_run": 0.7},
-    "both": {"seeds": 3, "over_seeds": 0.1, "of_method": 0.5, "of_run": 0.5},
-}
-
-
 @pytest.mark.parametrize("null", NULLS)
 def test_false_positives_are_rare(null):
     """120 experiments each: with a rate of 5 %, more than 14 rejections have a probability of 0.001."""
@@ -362,14 +285,7 @@ def test_false_positive_rate_of_normal_values(a, i, b):
 
     Where only one of the two parts is there, the rate is the level; mixtures are cautious.
     """
-    g = np.random.default_rng(0)
-    rejected = 0
-    for _ in range(1000):
-        d = g.normal(size=3) * math.sqrt(a + i) + g.normal() * math.sqrt(b)
-        resampled = g.normal(size=(3, 128)) * math.sqrt(i) + g.normal(size=128) * math.sqrt(b)
-        none = Sampled(np.zeros(3), np.zeros((3, 128)))
-        rejected += difference(Sampled(d, d[:, None] + resampled), none).p_value < 0.05
-    assert (0.03 if (a + i) * b == 0 else 0.01) <= rejected / 1000 <= 0.072
+    assert (0.03 if (a + i) * b == 0 else 0.01) <= alike(1000, 3, a, i, b) <= 0.072
 
 
 @pytest.mark.parametrize(("seeds", "shared"), [(1, 0), (0, 1)])

@@ -20,6 +20,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from metacal.calibration import MEASURES, Measure
 from metacal.config.parts import learns
@@ -249,6 +250,7 @@ def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) ->
         spread = [cell.std if isinstance(cell, Spread) else 0.0 for cell in cells]
         color = COLORS[groups.index(runs[0]["group"]) % len(COLORS)]
         ax.errorbar(*[[v] for v in at], yerr=[spread[1]], xerr=[spread[0]], color=color, marker="o", ms=4, lw=0.8)
+        ax.xaxis.set_major_locator(MaxNLocator(5))
         ax.annotate(name, at, xytext=(4, 3), textcoords="offset points", fontsize=SMALL - 1, color=color)
 
 

@@ -144,7 +144,8 @@ def collect(study: Study) -> dict[str, Any]:
         }
         named = {"label": job.label, "seed": job.config.seed, "swept": dict(job.swept), "folder": str(job.folder.path)}
         runs.append({**named, "training sharpness": coupling(whole), "own": coupling(whole, own=True), "series": saved})
-    return {**pages.about(study), "runs": runs}
+    losses = sorted({job.config.loss.name for job in study.jobs})
+    return {**pages.about(study), "losses": losses, "runs": runs}
 
 
 Runs = Sequence[Mapping[str, Any]]
@@ -161,9 +162,10 @@ def _series(run: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 def tables(numbers: Mapping[str, Any]) -> list[Table]:
     """Correlations by group with the published ones, with the other partners, where the runs end, and each run."""
     runs = numbers["runs"]
+    published = PUBLISHED if numbers["losses"] == ["cross_entropy"] else {}
     return [
-        _published_table(runs, "training sharpness", "of the training images"),
-        _published_table(runs, "own", "of the same images"),
+        _published_table(runs, published, "training sharpness", "of the training images"),
+        _published_table(runs, published, "own", "of the same images"),
         _partners_table(runs),
         _ends_table(runs),
         _runs_table(runs),
@@ -174,13 +176,13 @@ def _labels(runs: Runs) -> list[str]:
     return list(dict.fromkeys(run["label"] for run in runs))
 
 
-def _published_table(runs: Runs, whose: str, named: str) -> Table:
+def _published_table(runs: Runs, published: Mapping[str, Any], whose: str, named: str) -> Table:
     rows: list[tuple[str, list[Cell]]] = []
     for label in _labels(runs):
         values = {name: [run[whose][name]["pearson"] for run in runs if run["label"] == label] for name in SERIES}
         rows.append((f"{label}, here", [_spread(values[name]) for name in SERIES]))
-        if label in PUBLISHED:
-            rows.append((f"{label}, published", [Spread(*PUBLISHED[label][name]) for name in SERIES]))
+        if label in published:
+            rows.append((f"{label}, published", [Spread(*published[label][name]) for name in SERIES]))
     counts = ", ".join(f"{label}: {sum(run['label'] == label for run in runs)}" for label in _labels(runs))
     return Table(
         [Column(name, name, 2) for name in SERIES],

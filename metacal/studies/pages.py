@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ def about(study: Study) -> dict[str, Any]:
         "name": study.name,
         "command": study.command,
         "headline": headline(study),
-        "versions": versions_of(study),
+        "versions": list(dict.fromkeys(re.sub(r", (platform|git) [^,]+", "", said) for said in versions_of(study))),
         **{key: study.spec[key] for key in ("title", "shows", "setting", "differs") if key in study.spec},
     }
 

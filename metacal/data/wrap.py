@@ -255,7 +255,7 @@ def _split_of_dataset(
         as_images(first, name)
         transform = image_transform(lambda: pairs.inputs(evenly_spaced(n, STATISTICS)), pairs.task.dtype)
     soft = None if soft is None else placed(soft, device, wanted.dtype)
-    return Split(name, pairs, labels.to(device), _on(transform, device), workers, True, class_names, soft)
+    return Split(name, pairs, labels.to(device), _on(transform, device), workers, True, class_names, soft=soft)
 
 
 def _labels_of_dataset(

@@ -52,7 +52,7 @@ def test_wrong_outputs_and_labels(measure: Callable[..., Any]) -> None:
         (lambda z: (z, z), "returned a tuple of 2: return the logits alone, or wrap the network in metacal.Backbone"),
         (lambda z: {"logits": z}, "returned a dict"),
         (lambda z: z[:, :, None], r"returned shape \(\d, 4, 1\)"),
-        (lambda z: z[:, :1], r"returned shape \(\d, 1\)"),
+        (lambda z: z[:, :1], r"labels must lie in 0..1"),  # one logit stands for two classes
         (lambda z: z.sum(0, keepdim=True), r"returned shape \(1, 4\)"),
         (lambda z: z.detach(), "logits do not depend on any trainable parameter"),
         (lambda z: z / 0, "logits must be finite, row 0"),

@@ -86,7 +86,7 @@ def test_data_that_cannot_be_used_are_named():
     net = nn.Linear(2, 2)
     with pytest.raises(InputError, match="at least one batch"):
         predict(net, [])
-    with pytest.raises(InputError, match=r"batches \(x, y\), got Tensor"):
+    with pytest.raises(InputError, match=r"batches \(x, y\).*got Tensor"):
         predict(net, [torch.zeros(2, 2)])
     with pytest.raises(InputError, match="equal length, got 3 and 2"):
         predict(net, (torch.zeros(3, 2), torch.zeros(2, dtype=torch.long)))

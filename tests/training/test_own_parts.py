@@ -86,7 +86,7 @@ def test_a_run_of_own_parts_is_trained_logged_compared_and_printed(own, tmp_path
     assert any(line.get("logit_norm", 0) > 0 for line in lines if line["split"] == "penalty")
     assert any(line.get("outer_loss", 0) > 0 for line in lines if line["split"] == "meta")
     assert "weights" in layout(["weights/norm"])
-    plain = [word for word in WORDS if not word.startswith(("optimizer.", "schedule.", "gamma."))]
+    plain = [word for word in WORDS if not word.startswith(("optimizer.", "schedule.", "gamma.", "meta."))]
     assert main(["train", *plain, "gamma.source=opposite", f"run_dir={second}"]) == 0
     capsys.readouterr()
     assert main(["evaluate", str(first)]) == 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metacal.calibration import binning
 from metacal.calibration.arguments import takes_arrays
-from metacal.calibration.measure import Counted, Measure, Streamed
+from metacal.calibration.measure import Counted, Measure, Streamed, sparse_product
 from metacal.calibration.ranking import ascending, running_sums, tie_groups
 from metacal.errors import require
 from metacal.predictions import Predictions
@@ -136,15 +136,18 @@ def _weighted_bins(formula: Callable[..., Tensor]) -> Callable[..., Counted]:
     """A formula on counts, correct and confidence sums (R, M) over equal-width bins."""
 
     def prepare(p: Predictions, n_bins: int = 15, **options: Any) -> Counted:
-        index = binning.bin_index(p.confidence, n_bins)
-        per_sample = torch.stack([torch.ones_like(p.confidence), p.correct.double(), p.confidence])
+        c, order = ascending(p.confidence)
+        per_sample = torch.stack([torch.ones_like(c), p.correct[order].double(), c])
+        # On sorted samples a bin is a run of them, and its sums are one small product.
+        ends = torch.bincount(binning.bin_index(c, n_bins), minlength=n_bins).cumsum(0).tolist()
+        runs = [(m, low, high) for m, (low, high) in enumerate(zip([0, *ends], ends, strict=False)) if high > low]
 
         def measure(w: Tensor) -> Tensor:
-            sums = w.new_zeros(3 * n_bins, w.shape[1])
-            for rows in torch.arange(len(index)).split(1 << 14):  # a product is faster than sums by index
-                member = torch.nn.functional.one_hot(index[rows], n_bins).double().t()
-                sums += (per_sample[:, None, rows] * member).flatten(0, 1) @ w[rows]
-            return formula(*(part.t() for part in sums.split(n_bins)), **options)
+            w = w[order].t()
+            sums = w.new_zeros(3, w.shape[0], n_bins)
+            for m, low, high in runs:
+                sums[:, :, m] = per_sample[:, low:high] @ w[:, low:high].t()
+            return formula(*sums, **options)
 
         return measure
 
@@ -154,17 +157,19 @@ def _weighted_bins(formula: Callable[..., Tensor]) -> Callable[..., Counted]:
 def _weighted_adaptive_ece(p: Predictions, n_bins: int = 15, norm: str = "l1") -> Counted:
     c, order = ascending(p.confidence)
     first, _ = tie_groups(c)
-    residual = (p.correct[order].double() - c)[:, None]
+    distinct = bool((first.diff() > 0).all())
+    residual = p.correct[order].double() - c
     edges = torch.arange(n_bins, dtype=torch.float64) * len(p) / n_bins
 
     def measure(w: Tensor) -> Tensor:
-        w = w[order]
+        w = w[order].t()
         seen, gaps = running_sums(w), running_sums(w * residual)
+        below = seen[:, :-1] if distinct else seen[:, first]
         # Sample i is in bin m where m <= n_bins · (those of smaller confidence) / N < m + 1, so a bin is a run of the
         # samples. Exact: a quotient of integers far below 2^53 does not round across an integer.
-        ends = torch.searchsorted(seen[first].t().contiguous(), edges.repeat(w.shape[1], 1)).t()
-        ends = torch.cat([ends, torch.full_like(ends[:1], len(p))])
-        count, gap = (sums.gather(0, ends).diff(dim=0).t() for sums in (seen, gaps))
+        ends = torch.searchsorted(below.contiguous(), edges.repeat(len(w), 1))
+        ends = torch.cat([ends, torch.full_like(ends[:, :1], len(p))], 1)
+        count, gap = (sums.gather(1, ends).diff(dim=1) for sums in (seen, gaps))
         return binning.gap_norm(count, gap, torch.zeros_like(gap), norm)
 
     return measure
@@ -183,15 +188,13 @@ def _weighted_classwise_ece(p: Predictions, n_bins: int = 15) -> Counted:
         samples += [here, sample, sample]
         cells += [label_bin * k + labels, binning.bin_index(above, n_bins) * k + column, column]
         values += [torch.ones_like(here, dtype=torch.float64), -above.double(), above.double()]
-    sample, cell, value = torch.cat(samples), torch.cat(cells), torch.cat(values)
-    step = 1 << 10  # entries at a time: times R resamples they stay in the processor's cache
+    sums = sparse_product(torch.cat(cells), torch.cat(samples), torch.cat(values), (n_bins * k, len(p)))
+    # Probabilities of few samples and classes are made once, others again for every call.
+    few = list(p.chunks()) if len(p) * k <= 1 << 22 else None
 
     def measure(w: Tensor) -> Tensor:
-        residual = w.new_zeros(n_bins * k, w.shape[1])
-        for start in range(0, len(cell), step):
-            part = slice(start, start + step)
-            residual.index_add_(0, cell[part], w[sample[part]] * value[part, None])
-        for rows, probs in p.chunks():
+        residual = sums(w)
+        for rows, probs in few or p.chunks():
             residual[:k] -= probs.double().t() @ w[rows]
         return residual.abs_().sum(0) / (len(p) * k)
 

@@ -6,17 +6,30 @@ float64 (N,) throughout; weights (N, R), where they are taken, count each sample
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["grid_sums", "laplace_pairs", "smooth_gap", "spread_on_grid", "unit_interval_smooth"]
+from metacal.calibration.measure import sparse_product
+
+__all__ = [
+    "gaussian_product",
+    "grid_product",
+    "grid_sums",
+    "laplace_pairs",
+    "smooth_gap",
+    "spread_on_grid",
+    "unit_interval_smooth",
+]
 
 LAPLACE_SCALE = 0.4  # the kernel exp(-|u - v| / 0.4) of Kumar et al. (2018)
 GRID = 2048  # cells of [0, 1] on which smooth ECE lives; its smallest bandwidth, 2^-10, spans two
 _EXACT_BELOW = 4096  # samples up to which SECE is summed directly
 _WIDE = 0.01  # bandwidth of smooth ECE from which on its cosines are summed one by one, some 290 of them at most
+_WAVES = 2.9  # over a Gaussian's bandwidth, the number of its waves on [0, 1] that are above 1e-18 of the first
 _REACH = 9.0  # bandwidths after which a Gaussian is nothing beside 1 in float64
 
 
@@ -28,13 +41,13 @@ def laplace_pairs(c: Tensor, r: Tensor, weights: Tensor | None = None) -> tuple[
     Both factors lie in exp(±1.25) once c is centred: nothing over- or underflows. r (N,) are the residuals
     c - a; weights (N, R), by default R = 1 and all ones.
     """
-    x = ((c - 0.5) / LAPLACE_SCALE)[:, None]
-    r = r[:, None]
-    weighted = r if weights is None else weights * r
-    grown = weighted * x.exp()
+    x = (c - 0.5) / LAPLACE_SCALE
+    w = torch.ones_like(c)[None] if weights is None else weights.t()
+    grown = w * (r * x.exp())
     # The running sum includes the sample itself, which is no pair.
-    below = grown.cumsum(0) - grown
-    return (weighted * r).sum(0), (weighted * (-x).exp() * below).sum(0)
+    below = grown.cumsum(1).sub_(grown)
+    fallen = torch.mul(w, r * (-x).exp(), out=grown)
+    return w @ r.square(), torch.linalg.vecdot(fallen, below)
 
 
 def smooth_gap(c: Tensor, a: Tensor, bandwidth: float, self_term: bool) -> Tensor:
@@ -64,33 +77,76 @@ def smooth_gap(c: Tensor, a: Tensor, bandwidth: float, self_term: bool) -> Tenso
     return gap
 
 
-def grid_sums(
-    c: Tensor, a: Tensor, bandwidth: float, weights: Tensor | None = None, cells_each: int = 128
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ_j w_j K(c_i - c_j) and Σ_j w_j K(c_i - c_j) a_j, float64 (R, N), and each sample's own share of
-    these (N,).
+def grid_sums(c: Tensor, a: Tensor, bandwidth: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ_j K(c_i - c_j) and Σ_j K(c_i - c_j) a_j, float64 (1, N), and each sample's own share of these (N,).
 
-    By convolution on a grid of h/128, or h/`cells_each`, between whose points all is linear. weights (N, R), by default
-    R = 1 and all ones.
+    By convolution on a grid of h/128, between whose points all is linear.
     """
-    cells = math.ceil(cells_each / min(bandwidth, 1.0))
+    cells = math.ceil(128 / min(bandwidth, 1.0))
     low, fraction = _cell(c, cells)
-    reach = min(cells, math.ceil(_REACH * bandwidth * cells))
-    offset = torch.arange(reach + 1, dtype=c.dtype)
-    kernel = (-(offset / (cells * bandwidth)).square() / 2).exp()
-    size = 1 << (cells + reach + 1).bit_length()
-    around = torch.zeros(size, dtype=c.dtype)
-    around[: reach + 1] = kernel
-    around[-reach:] = kernel[1:].flip(0)
-    spectrum = torch.fft.rfft(around)
+    kernel, spectrum, size = _gaussian_spectrum(bandwidth, cells, cells + 1)
 
     def convolved(values: Tensor) -> Tensor:
         on_grid = torch.fft.irfft(torch.fft.rfft(spread_on_grid(c, values, cells), n=size) * spectrum, n=size)
         return on_grid[:, low] * (1 - fraction) + on_grid[:, low + 1] * fraction
 
-    w = torch.ones_like(c)[:, None] if weights is None else weights
+    w = torch.ones_like(c)[:, None]
     selves = fraction.square() + (1 - fraction).square() + 2 * fraction * (1 - fraction) * kernel[1]
     return convolved(w), convolved(w * a[:, None]), selves
+
+
+def _gaussian_spectrum(bandwidth: float, cells: int, points: int) -> tuple[Tensor, Tensor, int]:
+    """The Gaussian at 0, 1/cells, … as far as it reaches, its spectrum, and the number of points that this is for: at
+    least `points` and that reach, so that a circular convolution is none.
+    """
+    reach = min(points, math.ceil(_REACH * bandwidth * cells))
+    offset = torch.arange(reach + 1, dtype=torch.float64)
+    kernel = (-(offset / (cells * bandwidth)).square() / 2).exp()
+    size = 1 << (points + reach).bit_length()
+    around = torch.zeros(size, dtype=torch.float64)
+    around[: reach + 1] = kernel
+    around[-reach:] = kernel[1:].flip(0)
+    return kernel, torch.fft.rfft(around), size
+
+
+def gaussian_product(c: Tensor, a: Tensor, bandwidth: float) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """w (N, R) -> Σ_j w_j K(c_i - c_j) and Σ_j w_j a_j K(c_i - c_j), float64 (N, R), within 1e-10 of the sum of w_j.
+
+    On a grid of h/16, where a Gaussian is so smooth that a polynomial through its nearest 8 points is within 4e-11 of
+    it: each sample is shared among 8 points by the weights that interpolate, and its sums are interpolated by the same.
+    """
+    cells = math.ceil(16 / min(bandwidth, 1.0))
+    low, fraction = _cell(c, cells)
+    nodes = torch.arange(-3, 5, dtype=torch.float64)  # of the 8 points, from the one below the sample
+    away = fraction[:, None] - nodes
+    lagrange = torch.stack(
+        [
+            torch.cat([away[:, :j], away[:, j + 1 :]], 1).prod(1)
+            / torch.cat([nodes[j] - nodes[:j], nodes[j] - nodes[j + 1 :]]).prod()
+            for j in range(8)
+        ],
+        1,
+    ).flatten()
+    n, points = len(c), cells + 8
+    point = (low[:, None] + torch.arange(8)).flatten()  # the grid begins 3 points below 0
+    sample = torch.arange(n).repeat_interleave(8)
+    hit = a[sample] > 0
+    spread = sparse_product(
+        torch.cat([point, points + point[hit]]),
+        torch.cat([sample, sample[hit]]),
+        torch.cat([lagrange, lagrange[hit]]),
+        (2 * points, n),
+    )
+    interpolated = sparse_product(sample, point, lagrange, (n, points))
+    _, spectrum, size = _gaussian_spectrum(bandwidth, cells, points)
+
+    def product(w: Tensor) -> tuple[Tensor, Tensor]:
+        on_grid = spread(w).view(2, points, -1).transpose(0, 1).flatten(1).t().contiguous()  # mass, then hits
+        smooth = torch.fft.irfft(torch.fft.rfft(on_grid, n=size).mul_(spectrum), n=size)[:, :points]
+        mass, hits = (interpolated(part) for part in smooth.t().chunk(2, 1))
+        return mass, hits
+
+    return product
 
 
 def _near_mean(c: Tensor, a: Tensor, rows: Tensor, bandwidth: float, self_term: bool) -> Tensor:
@@ -143,6 +199,20 @@ def spread_on_grid(x: Tensor, values: Tensor, cells: int = GRID) -> Tensor:
     return grid.t().contiguous()
 
 
+def grid_product(x: Tensor, factors: Tensor) -> Callable[[Tensor], Tensor]:
+    """w (N, R) -> `spread_on_grid(x, w * f[:, None])` for each f of `factors` (F, N): (F, R, GRID + 1)."""
+    low, fraction = _cell(x, GRID)
+    n, points = len(x), GRID + 1
+    shift = (torch.arange(len(factors)) * points)[:, None]
+    sums = sparse_product(
+        torch.cat([low + shift, low + 1 + shift]).flatten(),
+        torch.arange(n).repeat(2 * len(factors)),
+        torch.cat([(1 - fraction) * factors, fraction * factors]).flatten(),
+        (len(factors) * points, n),
+    )
+    return lambda w: sums(w).view(len(factors), points, -1).transpose(1, 2)
+
+
 def unit_interval_smooth(residual: Tensor, mass: Tensor, mesh: int) -> Tensor:
     """smECE from the residuals c - a and the counts on the grid, both (R, GRID + 1), float64 (R,).
 
@@ -150,28 +220,33 @@ def unit_interval_smooth(residual: Tensor, mass: Tensor, mesh: int) -> Tensor:
     exp(-(π k σ)²/2), so that one transform of the data serves every bandwidth of the search.
     """
     size = 2 * GRID
-    waves = torch.fft.rfft(torch.stack([residual, mass], 1), n=size).real
+    waves = torch.fft.rfft(torch.stack([residual, mass], 1), n=size).real.contiguous()
     k = torch.arange(GRID + 1, dtype=waves.dtype)
 
-    def error(rows: Tensor, sigma: float) -> Tensor:
-        points = max(round(10 / sigma), mesh)
-        factors = (-(math.pi * sigma * k).square() / 2).exp()
-        if sigma >= _WIDE:  # few waves are left of a wide Gaussian: their sum at the points is a small product
-            few = int((factors > 1e-18).sum())
-            t = torch.arange(points, dtype=k.dtype) / (points - 1)
-            ends = torch.where(k[:few] == 0, 1.0, 2.0) * factors[:few] / size
-            smooth = waves[rows, :, :few] @ (ends[:, None] * (math.pi * k[:few, None] * t).cos())
+    def error(rows: Tensor, sigmas: Tensor, points: int) -> Tensor:
+        """At one number of points; more than one bandwidth only of wide ones."""
+        least, t = float(sigmas.amin()), torch.arange(points, dtype=k.dtype) / (points - 1)
+        if least >= _WIDE:  # few waves are left of a wide Gaussian: their sum at the points is a small product
+            few = math.ceil(_WAVES / least)
+            factors = (-(math.pi * sigmas[:, None] * k[:few]).square() / 2).exp() / GRID
+            factors[:, 0] /= 2
+            smooth = (waves[:, :, :few][rows] * factors[:, None]) @ _cosines(few, points)
         else:
+            factors = (-(math.pi * least * k).square() / 2).exp()
             smooth = torch.fft.irfft(waves[rows] * factors, n=size)[..., : GRID + 1]
-            low, fraction = _cell(torch.arange(points, dtype=k.dtype) / (points - 1), GRID)
+            low, fraction = _cell(t, GRID)
             smooth = smooth[..., low] * (1 - fraction) + smooth[..., low + 1] * fraction
         return smooth[:, 0].abs().sum(-1) / smooth[:, 1].sum(-1)
 
     def errors(sigmas: Tensor) -> Tensor:
         out = torch.empty_like(sigmas)
-        for sigma in sigmas.unique().tolist():  # few: the search halves the same interval for all
+        usual = sigmas >= max(_WIDE, 10 / mesh)  # these have `mesh` points: one product for all
+        if bool(usual.any()):
+            rows = usual.nonzero().squeeze(1)
+            out[rows] = error(rows, sigmas[rows], mesh)
+        for sigma in sigmas[~usual].unique().tolist():  # few: the search halves the same interval for all
             rows = (sigmas == sigma).nonzero().squeeze(1)
-            out[rows] = error(rows, sigma)
+            out[rows] = error(rows, sigmas[rows], max(round(10 / sigma), mesh))
         return out
 
     # Ten halvings of [0, 1] for the fixed point σ = smECE_σ, kept from above; the error falls as σ grows.
@@ -182,3 +257,10 @@ def unit_interval_smooth(residual: Tensor, mass: Tensor, mesh: int) -> Tensor:
         below = (middle < 1e-3) | (middle < errors(middle))
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return errors(high)
+
+
+@functools.lru_cache(maxsize=32)  # resamples of one data set ask for the same few again and again
+def _cosines(waves: int, points: int) -> Tensor:
+    """cos(π k t) for the first waves k at `points` equal steps of t over [0, 1]: (waves, points)."""
+    k, t = torch.arange(waves, dtype=torch.float64), torch.arange(points, dtype=torch.float64) / (points - 1)
+    return (math.pi * k[:, None] * t).cos_()

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from metacal.calibration.arguments import takes_arrays
-from metacal.calibration.kernel import grid_sums, laplace_pairs, smooth_gap, spread_on_grid, unit_interval_smooth
+from metacal.calibration.kernel import (
+    gaussian_product,
+    grid_product,
+    laplace_pairs,
+    smooth_gap,
+    spread_on_grid,
+    unit_interval_smooth,
+)
 from metacal.calibration.measure import Counted, Measure
 from metacal.calibration.ranking import ascending
 from metacal.errors import require
@@ -106,23 +113,28 @@ def _weighted_skce(p: Predictions) -> Counted:
 
 
 def _weighted_smooth_ece(p: Predictions, mesh: int = 200) -> Counted:
-    c = p.confidence
-    r = (c - p.correct.double())[:, None]
-    return lambda w: unit_interval_smooth(spread_on_grid(c, w * r), spread_on_grid(c, w), mesh)
+    on_grid = grid_product(
+        p.confidence, torch.stack([p.confidence - p.correct.double(), torch.ones_like(p.confidence)])
+    )
+
+    def measure(w: Tensor) -> Tensor:
+        residual, mass = on_grid(w)
+        return unit_interval_smooth(residual, mass, mesh)
+
+    return measure
 
 
 def _weighted_sece(p: Predictions, bandwidth: float = 0.01, self_term: bool = True, norm: str = "l1") -> Counted | None:
     if not self_term or bandwidth < 1e-3:  # each sample's own neighbours, and too fine a grid
         return None
-    c, a = p.confidence, p.correct.double()
+    c, sums = p.confidence, gaussian_product(p.confidence, p.correct.double(), bandwidth)
 
     def measure(w: Tensor) -> Tensor:
-        # A grid of h/64 widens the kernel by a part in 24,000, which no interval shows.
-        mass, hits, _ = grid_sums(c, a, bandwidth, w, cells_each=64)
+        w = w.contiguous()
+        mass, hits = sums(w)
         # A sample that was not drawn has weight 0; the floor keeps 0/0 out of its place.
-        gap = hits / mass.clamp(min=1e-12) - c
-        w = w.t()
-        return (w * gap.abs()).sum(1) / len(p) if norm == "l1" else ((w * gap.square()).sum(1) / len(p)).sqrt()
+        gap = hits.div_(mass.clamp_(min=1e-12)).sub_(c[:, None])
+        return (w * gap.abs_()).sum(0) / len(p) if norm == "l1" else ((w * gap.square_()).sum(0) / len(p)).sqrt()
 
     return measure
 

@@ -13,15 +13,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from metacal.predictions import Predictions
 
-__all__ = ["Counted", "Measure", "Streamed", "Sums"]
+__all__ = ["Counted", "Measure", "Streamed", "Sums", "sparse_product"]
 
 Counted = Callable[[Tensor], Tensor]
-"""Counts (N, R) float64, how often each of R resamples holds each of N samples -> the measure of each, float64 (R,)."""
+"""Counts (N, R) float64, how often each of R resamples holds each of N samples -> the measure of each, float64 (R,).
+
+The bootstrap gives the samples in ascending confidence, and counts whose columns are adjacent in memory (the transpose
+of a contiguous (R, N)): running sums over the samples are several times faster that way.
+"""
+
+
+def sparse_product(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+    """x (N, R) -> A x (M, R) for the sparse A (M, N) = `shape` that has these values, float64, at these places.
+
+    Equal places add up.
+    """
+    from scipy.sparse import csr_array  # here: to import it takes long, and only the bootstrap asks
+
+    matrix = csr_array((values.numpy(), (rows.numpy(), columns.numpy())), shape)
+    return lambda x: torch.from_numpy(matrix @ np.ascontiguousarray(x.numpy()))
+
 
 Sums = Callable[[Predictions, int], Mapping[str, Tensor]]
 """(predictions, n_bins) -> sums over the samples by name, which add when samples do."""

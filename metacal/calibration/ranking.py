@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,13 +48,13 @@ def pair_order(confidence: Tensor, correct: Tensor, weights: Tensor | None = Non
     `confidence` (N,) is sorted ascending and float64, `weights` (N, R) are counts (R = 1 and all ones by
     default).
     """
-    w = _ones(confidence) if weights is None else weights
-    first, last = _groups(confidence)
-    below = running_sums(w * ~correct[:, None])
-    n_wrong = below[-1]
-    right = w * correct[:, None]
-    pairs = right.sum(0) * n_wrong
-    ordered = (right * (below[first] + below[last])).sum(0) / 2
+    count, wrong = _per_value(confidence, correct, weights)
+    right = count - wrong
+    below = wrong.cumsum(1)
+    n_wrong = below[:, -1]
+    pairs = right.sum(1) * n_wrong
+    # Those below and half of the equal ones: the running sum up to and with these less their half.
+    ordered = _dot(right, below.sub_(wrong, alpha=0.5))
     return torch.where(pairs > 0, ordered / pairs.clamp(min=1), 0.5)
 
 
@@ -66,17 +67,21 @@ def risk_area(confidence: Tensor, correct: Tensor, weights: Tensor | None = None
     H the harmonic numbers. `confidence` (N,) is sorted ascending and float64, `weights` (N, R) are counts
     whose columns have one sum (R = 1 and all ones by default).
     """
-    w = (_ones(confidence) if weights is None else weights).flip(0)
-    first, last = _groups(confidence.flip(0), once=True)
-    seen, errors = running_sums(w), running_sums(w * ~correct.flip(0)[:, None])
-    n0, e0 = seen[first], errors[first]
-    g, e = seen[last] - n0, errors[last] - e0
-    n = int(seen[-1, 0])
+    g, e = _per_value(confidence, correct, weights)
+    seen, errors = g.cumsum(1), e.cumsum(1)
+    n, total = int(seen[0, -1]), errors[:, -1:].clone()
     steps = torch.arange(1, n + 1, dtype=torch.float64)
     harmonic = torch.cat([steps.new_zeros(1), steps.reciprocal_().cumsum(0)])
-    reached = harmonic[seen.long()]
-    spread = reached[last] - reached[first]
-    return (e + (e0 - n0 * e / g.clamp(min=1)) * spread).sum(0) / n
+    # Running sums go upwards and coverage downwards: n0 and e0 are what the sums up to and with this value leave.
+    reached = torch.from_numpy(harmonic.flip(0).numpy().take(seen.long().numpy(), mode="clip"))
+    spread = torch.empty_like(reached)
+    torch.sub(reached[:, :-1], reached[:, 1:], out=spread[:, 1:])
+    torch.sub(harmonic[-1], reached[:, 0], out=spread[:, 0])
+    n0, e0 = torch.sub(seen.new_tensor(n), seen, out=seen), torch.sub(total, errors, out=errors)
+    # Of values that one sample holds each, e/g needs no division: where none was drawn, the spread is 0.
+    share = ~correct if g.shape[1] == len(correct) else e / g.clamp(min=1)
+    slope = e0.sub_(n0.mul_(share))
+    return (total[:, 0] + _dot(slope, spread)) / n
 
 
 def tie_groups(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,25 +91,28 @@ def tie_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     return (last - counts)[inverse], last[inverse]
 
 
-def _groups(x: Tensor, once: bool = False) -> tuple[Any, Any]:
-    """`tie_groups`, as an index into running sums; slices, which copy nothing, where no two are equal.
+def _per_value(confidence: Tensor, correct: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """How many samples, and how many wrong ones, hold each of the V distinct values of sorted `confidence`; (R, V)."""
+    count = (torch.ones_like(confidence)[:, None] if weights is None else weights).t()
+    wrong = count * ~correct
+    first = torch.cat([torch.ones(1, dtype=torch.bool), confidence[1:] != confidence[:-1]])
+    if bool(first.all()):
+        return count, wrong
+    starts = first.nonzero().squeeze(1).numpy()
+    count, wrong = (torch.from_numpy(np.add.reduceat(x.numpy(), starts, axis=1)) for x in (count, wrong))
+    return count, wrong
 
-    once: each group once, and not once for each of its entries.
-    """
-    if bool((x[1:] != x[:-1]).all()):
-        return slice(None, -1), slice(1, None)
-    first, last = tie_groups(x)
-    start = torch.arange(len(x)) == first
-    return (first[start], last[start]) if once else (first, last)
 
-
-def _ones(confidence: Tensor) -> Tensor:
-    return torch.ones_like(confidence)[:, None]
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """Σ_j x_ij y_ij, (R,) of (R, V)."""
+    return torch.from_numpy(np.einsum("ij,ij->i", x.numpy(), y.numpy()))
 
 
 def running_sums(x: Tensor) -> Tensor:
-    """Sums of the first 0, 1, … N rows of x (N, R): (N + 1, R)."""
-    return torch.cat([x.new_zeros(1, x.shape[1]), x.cumsum(0)])
+    """Sums of the first 0, 1, … N columns of x (R, N): (R, N + 1)."""
+    out = x.new_zeros(x.shape[0], x.shape[1] + 1)
+    torch.cumsum(x, 1, out=out[:, 1:])
+    return out
 
 
 def ascending(x: Tensor) -> tuple[Tensor, Any]:

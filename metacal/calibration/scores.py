@@ -68,6 +68,8 @@ def _record(
     def weighted(p: Predictions) -> Counted:
         v = terms(p).double()
         infinite = v.isinf()
+        if not bool(infinite.any()):
+            return lambda w: v @ w / len(p)
         v, lost = v.masked_fill(infinite, 0.0), infinite.double()
         # A sample at infinity counts where it was drawn; 0 · inf would spoil the other resamples.
         return lambda w: torch.where(lost @ w > 0, torch.inf, v @ w / len(p))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from metacal.calibration import MEASURES, Interval, bootstrap_all
+from metacal.calibration import MEASURES, Interval
+from metacal.calibration.bootstrap import bootstrap_sets
 from metacal.calibration.choice import AUTO, SCALINGS, fit_scaling, name_of
 from metacal.calibration.fitted import Scaling
 from metacal.calibration.measures import values_of
@@ -87,18 +88,15 @@ class Report:
         options = {name: MEASURES[name].options(n_bins) for name in names}
 
         def measured(p: Predictions) -> dict[str, Interval]:
-            if resamples:
-                return bootstrap_all(options, p, n=resamples, seed=seed, level=level)
             return {name: Interval(math.nan, value, math.nan) for name, value in values_of(p, names, n_bins).items()}
 
         self.predictions = predictions
         self.n_bins, self.level, self.split = n_bins, level, split
-        self.values = measured(predictions)
-        self.scaled: dict[str, Interval] | None = None
-        self.scaling: Scaling | None = None
-        if val is not None:
-            self.scaling = fit_scaling(val, scaling, seed)
-            self.scaled = measured(self.scaling.apply(predictions))
+        self.scaling: Scaling | None = None if val is None else fit_scaling(val, scaling, seed)
+        sets = [predictions] + ([] if self.scaling is None else [self.scaling.apply(predictions)])
+        of_sets = bootstrap_sets(options, sets, resamples, seed, level) if resamples else list(map(measured, sets))
+        self.values: dict[str, Interval] = of_sets[0]
+        self.scaled: dict[str, Interval] | None = None if self.scaling is None else of_sets[1]
 
     @property
     def temperature(self) -> float | None:

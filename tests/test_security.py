@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from metacal.cli import main
 from metacal.config.compose import check_config_file, compose, to_yaml
@@ -125,6 +126,28 @@ def test_files_that_are_no_mapping_are_one_line(text, tmp_path):
     with pytest.raises(InputError) as caught:
         read_yaml(file)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 1e-3\nb: [yes, 1_0, 0x1F, 2026-01-01, ~, .inf, 1:30, '1', '???']\nc: {d: {}, e: []}\nf: |\n  x\n",
+        "a: &a {b: [1]}\nc: *a\nd: {<<: *a, e: 2}\n",
+        'a: 1\nb: ${a}\nc: "\\x24{a}"\n',
+        "1: a\n2.5: b\ntrue: c\n",
+        "a: !!binary aGk=\n",
+        "",
+    ],
+)
+def test_a_file_is_read_as_omegaconf_reads_it(text, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    whole = OmegaConf.to_container(OmegaConf.load(file))
+    read = read_yaml(file)
+    assert repr(read) == repr({str(key): value for key, value in whole.items()})
+    if "c" in read and "d" in read:  # an alias is a copy
+        read["c"]["b"].append(2)
+        assert read["a"] == {"b": [1]} == {"b": read["d"]["b"]}
 
 
 def test_a_study_cannot_smuggle_flags(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from metacal.errors import InputError, require
@@ -17,7 +18,15 @@ __all__ = ["check_config_file", "parse_yaml", "plain_keys", "read_yaml", "requir
 
 _MAX_BYTES, _MAX_DEPTH = 2**16, 20  # of a YAML file; a run's config has 3 kB and a depth of 4
 _MAX_VALUES = 20_000  # in it, with every alias (*name) counted as what it stands for
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, where it is there, is twenty times faster
+
+
+def _loader() -> type:
+    """OmegaConf's, with Hydra's floats and duplicate keys; where libyaml is there, on it: twenty times faster."""
+    loader: type = get_yaml_loader()
+    return type("Loader", (yaml.CSafeLoader, loader), {}) if hasattr(yaml, "CSafeLoader") else loader
+
+
+_LOADER = _loader()
 
 
 def check_config_file(file: str | Path) -> Path:
@@ -68,7 +77,7 @@ def read_yaml(file: str | Path) -> dict[str, Any]:
         text = Path(file).read_bytes()
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from None
-    return parse_yaml(text, str(file))
+    return parse_yaml(text, str(file), for_hydra=False)
 
 
 def _check_size(text: bytes | str, where: str) -> None:
@@ -94,8 +103,30 @@ def _check_size(text: bytes | str, where: str) -> None:
         require(count <= _MAX_VALUES, f"{where} must stand for at most {_MAX_VALUES} values, with its aliases (*name)")
 
 
-def parse_yaml(text: bytes | str, where: str) -> dict[str, Any]:
+def _is_plain(node: Any) -> bool:
+    """Whether OmegaConf takes the mapping as it stands: it has rules for other keys and values, and for ``${``."""
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, dict):
+            return all(type(key) is str and plain(item) for key, item in value.items())
+        if isinstance(value, list):
+            return all(map(plain, value))
+        return value is None or type(value) in (bool, int, float) or (type(value) is str and "${" not in value)
+
+    return isinstance(node, dict) and plain(node)
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which every alias has containers of its own."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
+
+
+def parse_yaml(text: bytes | str, where: str, for_hydra: bool = True) -> dict[str, Any]:
     """The mapping in a YAML text, which may be anybody's, as it stands: ``${key}`` is left as it is.
+
+    for_hydra: Hydra is to read it too, with a slower parser that refuses some of what libyaml takes, such as `[???]`.
 
     Raises:
         InputError: the text, called `where`, is no YAML mapping, is longer than 64 KiB, deeper than 20, or stands for
@@ -105,7 +136,9 @@ def parse_yaml(text: bytes | str, where: str) -> dict[str, Any]:
     try:
         _check_size(text, where)
         decoded = text.decode() if isinstance(text, bytes) else text
-        node = OmegaConf.to_container(OmegaConf.load(io.StringIO(decoded)))
+        node = None if for_hydra else yaml.load(decoded, _LOADER)
+        # Where OmegaConf has nothing to say, it would only take its time: most of that of reading a run.
+        node = _unshared(node) if _is_plain(node) else OmegaConf.to_container(OmegaConf.load(io.StringIO(decoded)))
     except InputError:
         raise
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, TypeError) as error:

@@ -42,6 +42,7 @@ KNOWN = {
     "optimizer=gd": ("bilevel/reading.py",),
     "gamma.input=noise": ("gamma/learned.py",),
     "optimizer=adam nonfinite=skip": ("bilevel/reading.py",),
+    "meta.engine=difference": ("bilevel/difference.py",),  # products 1, 2, 4, … are compared with a backward pass
 }
 
 
@@ -150,7 +151,7 @@ def test_values_are_those_of_a_run_that_waits(settings: dict[str, Any]) -> None:
         near, far = make("cpu", **settings), make(FAR, **settings)
         for i, (a, b) in enumerate(zip(batches("cpu"), batches(FAR))):
             expected = near.step(*a)
-            waits.watching = i >= 2
+            waits.watching = i >= 2 and not far.engine.may_refuse
             found = far.step(*b)
             waits.watching = False
             assert found.keys() == expected.keys()

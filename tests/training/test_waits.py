@@ -36,6 +36,8 @@ from metacal.training.state import Progress
 STEPS = 20
 PENALTIES = ("hessian_trace", "gn_trace", "margin_smoothness", "margin_tail", "robust_kl")
 EIGENVECTORS = ("curvature/", "autodiff/tape.py", "optim/bulk_sgd.py")
+# One of each kind of method; the others are tried with the slow tests.
+KINDS = ("cross_entropy", "focal", "adafocal", "calmo", "gamma_net", "metacal", "learned_smoothing", "mmce")
 # What a run may wait at, beside nothing: files, and how often in the steps that are watched.
 KNOWN = {
     "optimizer=bulk_sgd": EIGENVECTORS,
@@ -76,7 +78,7 @@ def console() -> ConsoleLog:
 @pytest.mark.parametrize(
     "words",
     [
-        *(f"method={method}" for method in get_args(MethodName)),
+        *(pytest.param(f"method={m}", marks=() if m in KINDS else pytest.mark.slow) for m in get_args(MethodName)),
         *(
             f"method=gamma_net optimizer={name} optimizer.lr=0.01 optimizer.clip_norm=0.1"
             for name in get_args(OptimizerName)

@@ -18,8 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from metacal.errors import RunError, require
 from metacal.options import option
 
-__all__ = ["LaunchOptions", "Place", "joined", "met", "orphaned", "place", "start"]
+__all__ = ["LaunchOptions", "Place", "joined", "met", "on_signals", "orphaned", "place", "start"]
 
 _LAUNCHER = "METACAL_LAUNCHER"  # the process that has started a rank and tells when one was killed
 _ENDED = 3  # the exit status of a rank that ends because another one did
@@ -339,18 +339,23 @@ def _awaited(processes: Sequence[subprocess.Popen]) -> tuple[int, int]:
 def _passed_on(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
     """Within it SIGINT and SIGTERM are for these processes."""
 
-    def pass_on(number: int, frame: Any) -> None:
+    def pass_on(number: int, previous: Mapping[int, Any]) -> None:
         for process in processes:
             process.send_signal(number)
 
+    with on_signals(pass_on):
+        yield
+
+
+@contextmanager
+def on_signals(handle: Callable[[int, Mapping[int, Any]], None]) -> Iterator[None]:
+    """Within it SIGINT and SIGTERM call `handle` with their number and the handlers that there were, by number."""
     previous: dict[int, Any] = {}
-    try:
+    with suppress(ValueError):  # not in the main thread: signals are somebody else's
         for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, pass_on)
-    except ValueError:  # not in the main thread: signals are somebody else's
-        previous = {}
+            previous[number] = signal.signal(number, lambda number, frame: handle(number, previous))
     try:
         yield
     finally:
-        for which, handler in previous.items():
-            signal.signal(which, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

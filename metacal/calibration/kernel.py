@@ -90,9 +90,9 @@ def grid_sums(c: Tensor, a: Tensor, bandwidth: float) -> tuple[Tensor, Tensor, T
         on_grid = torch.fft.irfft(torch.fft.rfft(spread_on_grid(c, values, cells), n=size) * spectrum, n=size)
         return on_grid[:, low] * (1 - fraction) + on_grid[:, low + 1] * fraction
 
-    w = torch.ones_like(c)[:, None]
+    w = torch.ones_like(c)
     selves = fraction.square() + (1 - fraction).square() + 2 * fraction * (1 - fraction) * kernel[1]
-    return convolved(w), convolved(w * a[:, None]), selves
+    return convolved(w), convolved(w * a), selves
 
 
 def _gaussian_spectrum(bandwidth: float, cells: int, points: int) -> tuple[Tensor, Tensor, int]:
@@ -185,22 +185,19 @@ def _cell(x: Tensor, cells: int) -> tuple[Tensor, Tensor]:
 
 
 def spread_on_grid(x: Tensor, values: Tensor, cells: int = GRID) -> Tensor:
-    """`values` (N, R) at x (N,), each shared linearly between the two nearest of 0, 1/cells, … 1: (R, cells + 1)."""
-    grid = x.new_zeros(cells + 1, values.shape[1])
-    step = max(1, (1 << 16) // values.shape[1])  # stays in the processor's cache
+    """`values` (N,) at x (N,), each shared linearly between the two nearest of 0, 1/cells, … 1: (1, cells + 1)."""
+    grid = x.new_zeros(1, cells + 1)
+    step = 1 << 16  # stays in the processor's cache
     for x_part, part in zip(x.split(step), values.split(step), strict=True):
         low, fraction = _cell(x_part, cells)
-        right = part * fraction[:, None]
-        for share, points in ((part - right, grid[:-1]), (right, grid[1:])):
-            if part.shape[1] == 1:  # the same, by the routine that is fast for one column
-                points[:, 0] += torch.bincount(low, weights=share[:, 0], minlength=cells)
-            else:
-                points.index_add_(0, low, share)
-    return grid.t().contiguous()
+        right = part * fraction
+        for share, points in ((part - right, grid[0, :-1]), (right, grid[0, 1:])):
+            points += torch.bincount(low, weights=share, minlength=cells)
+    return grid
 
 
 def grid_product(x: Tensor, factors: Tensor) -> Callable[[Tensor], Tensor]:
-    """w (N, R) -> `spread_on_grid(x, w * f[:, None])` for each f of `factors` (F, N): (F, R, GRID + 1)."""
+    """w (N, R) -> `spread_on_grid(x, w_r * f)` for each column of w and f of `factors` (F, N): (F, R, GRID + 1)."""
     low, fraction = _cell(x, GRID)
     n, points = len(x), GRID + 1
     shift = (torch.arange(len(factors)) * points)[:, None]

@@ -64,8 +64,8 @@ def smooth_ece(p: Predictions, mesh: int = 200) -> float:
     """
     require(isinstance(mesh, int) and mesh >= 2, f"mesh must be an integer >= 2, got {mesh!r}")
     c, a = p.confidence.cpu(), p.correct.cpu()
-    residual = spread_on_grid(c, (c - a.double())[:, None])
-    return float(unit_interval_smooth(residual, spread_on_grid(c, torch.ones_like(c)[:, None]), mesh))
+    residual = spread_on_grid(c, c - a.double())
+    return float(unit_interval_smooth(residual, spread_on_grid(c, torch.ones_like(c)), mesh))
 
 
 @takes_arrays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from metacal import ranks
 from metacal.data import Batches, Data
 from metacal.errors import require
-from metacal.launch import orphaned
+from metacal.launch import on_signals, orphaned
 
 __all__ = ["require_alike", "require_rows", "stop_on_signals"]
 
@@ -52,21 +52,12 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """
     asked: list[int] = []
 
-    def ask(number: int, frame: Any) -> None:
+    def ask(number: int, previous: Mapping[int, Any]) -> None:
         asked.append(number)
         signal.signal(signal.SIGINT, previous[signal.SIGINT])
 
     def stop() -> bool:
         return any(answer for (answer,) in ranks.gather_integers(int(bool(asked) or orphaned())))
 
-    previous: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, ask)
-    except ValueError:  # not in the main thread: signals are somebody else's
-        previous = {}
-    try:
+    with on_signals(ask):
         yield stop
-    finally:
-        for which, handler in previous.items():
-            signal.signal(which, handler)

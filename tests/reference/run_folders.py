@@ -16,6 +16,20 @@ from metacal.config import Config
 from metacal.config.compose import compose, to_yaml
 from metacal.predictions import Predictions
 
+SMALL = [
+    "data.train_size=300",
+    "data.batch_size=32",
+    "model.hidden=[16]",
+    "epochs=2",
+    "threads=1",
+    "progress=false",
+    "monitor.resamples=0",
+    "monitor.figures_every=1",
+    "monitor.max_share=null",
+    "monitor.log_every=3",
+]
+"""Words of a run that logs all that a run can, in seconds."""
+
 
 @functools.cache
 def composed(words: tuple[str, ...]) -> Config:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.run_folders import SMALL
 
 import metacal
 from metacal.cli import main
@@ -22,18 +23,6 @@ from metacal.config.compose import compose
 from metacal.errors import InputError
 from metacal.training.logging import RunLog
 
-SMALL = [
-    "data.train_size=300",
-    "data.batch_size=32",
-    "model.hidden=[16]",
-    "epochs=2",
-    "threads=1",
-    "progress=false",
-    "monitor.resamples=0",
-    "monitor.figures_every=1",
-    "monitor.max_share=null",
-    "monitor.log_every=3",
-]
 LOSSES = {5: 5.0, 10: 10.0, 15: 15.0, 20: 20.0, 25: 25.0}
 
 

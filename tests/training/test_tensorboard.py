@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference.run_folders import SMALL
 
 from metacal.cli import main
 from metacal.config.compose import compose
@@ -22,18 +23,6 @@ from metacal.training import dashboards
 from metacal.training.logging import RunLog
 from metacal.training.running import RunningMeasures
 
-SMALL = [
-    "data.train_size=300",
-    "data.batch_size=32",
-    "model.hidden=[16]",
-    "epochs=2",
-    "threads=1",
-    "progress=false",
-    "monitor.resamples=0",
-    "monitor.figures_every=1",
-    "monitor.max_share=null",
-    "monitor.log_every=3",
-]
 CE, NET, HALF = "cross_entropy/seed0", "gamma_net/seed3", "unfinished"
 
 

@@ -9,8 +9,9 @@ y = w x̂ + b
 
     y₁ = w x̂₁ + w₁ x̂ + b₁
 
-costs a forward and a backward kernel. Where the run is differentiated in its turn, plain arithmetic takes their place:
-the kernels' own derivatives are wrong or missing. There are no second derivatives here; `plain` is for these.
+costs a forward and a backward kernel. Where the run is differentiated in its turn, the kernels' own derivatives are
+wrong or missing: by the batch a backward of ours takes their place, elsewhere plain arithmetic. There are no second
+derivatives here; `plain` is for these.
 """
 
 from __future__ import annotations
@@ -68,13 +69,21 @@ class _Norm:
         if self.fused is not None and x1 is not None and not torch.is_grad_enabled():
             normal, slope = self.fused(x.contiguous(), x1.contiguous())
             return normal.reshape(form), slope.reshape(form)
-        centre, scale = standardised(x, self.dims, self.eps, self.centred)
-        normal = centre * scale
         if x1 is None:
-            return normal.reshape(form), None
-        c = x1 - x1.mean(self.dims, keepdim=True) if self.centred else x1
-        slope = scale * (c - normal * (normal * c).mean(self.dims, keepdim=True))
+            centre, scale = standardised(x, self.dims, self.eps, self.centred)
+            return (centre * scale).reshape(form), None
+        normal, slope = _normalised(x, x1, self.dims, self.eps, self.centred)
         return normal.reshape(form), slope.reshape(form)
+
+
+def _normalised(
+    x: Tensor, x1: Tensor, dims: tuple[int, ...], eps: float, centred: bool = True
+) -> tuple[Tensor, Tensor]:
+    """x̂ and x̂₁, by plain arithmetic."""
+    centre, scale = standardised(x, dims, eps, centred)
+    normal = centre * scale
+    c = x1 - x1.mean(dims, keepdim=True) if centred else x1
+    return normal, scale * (c - normal * (normal * c).mean(dims, keepdim=True))
 
 
 def _rule(norm: _Norm) -> Push:
@@ -132,16 +141,67 @@ def batch_norm(args: Any, kwargs: Any, out: Any) -> Push:
 def _batch_statistics(run: Run, x: Operand, weight: Operand, bias: Operand, eps: float) -> Jet:
     """The same as `_Norm.push`, with scale and shift inside the kernels."""
     (x1, _), (w1, _), (b1, _) = (run.jet(o) for o in (x, weight, bias))
-    dims = (0, *range(2, x.tensor.ndim))
-    if torch.is_grad_enabled() or run.second or x1 is None:
+    if run.second or x1 is None:
+        dims = (0, *range(2, x.tensor.ndim))
         return _Norm(x, weight, bias, tuple(x.tensor.shape), dims, _channels(x), eps, None).push(run)
     value, w = run.value(x), run.value(weight)
     w1, b1 = (torch.zeros_like(w) if t is None else t for t in (w1, b1))
-    moved, mean, scale = torch.native_batch_norm(value, w1, b1, None, None, True, 0.0, eps)
-    slope = torch.ops.aten.native_batch_norm_backward(
-        x1.contiguous(), value, w, None, None, mean, scale, True, eps, [True, False, False]
-    )[0]
-    return slope.add_(moved), None
+    return _BatchTangent.apply(value, x1.contiguous(), w, w1, b1, eps), None
+
+
+class _BatchTangent(torch.autograd.Function):
+    """y₁ = w x̂₁ + w₁ x̂ + b₁ of a batch normalisation, and its derivatives, by kernels.
+
+    With D = ∂x̂/∂x, which is symmetric and acts on each channel, x̂₁ = D x₁, and the mean m over a channel, a cotangent g
+    of y₁ goes to x₁ as w D g and to x as
+
+        w₁ D g − s w (m(x̂ x₁) D g + m(g x̂₁) x̂ + m(g x̂) x̂₁).
+
+    Where that is differentiated in its turn, plain arithmetic takes its place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, x1: Tensor, w: Tensor, w1: Tensor, b1: Tensor, eps: float) -> Tensor:
+        moved, mean, scale = torch.native_batch_norm(x, w1, b1, None, None, True, 0.0, eps)
+        slope, overlap, _ = _batch_kernel(x1, x, mean, scale, eps)
+        ctx.save_for_backward(x, x1, w, w1, b1, mean, scale, slope, overlap)
+        ctx.eps = eps
+        return moved.addcmul_(slope, _by_channel(w, x))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, x1, w, w1, b1, mean, scale, slope, overlap = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            with torch.enable_grad():
+                y1 = _plain_tangent(x, x1, w, w1, b1, ctx.eps)
+                needed = [t for t, wanted in zip((x, x1, w, w1, b1), ctx.needs_input_grad) if wanted]
+                grads = iter(torch.autograd.grad(y1, needed, g, create_graph=True))
+            return *(next(grads) if wanted else None for wanted in ctx.needs_input_grad[:5]), None
+        n = x.numel() // len(mean)
+        back, with_normal, of_shift = _batch_kernel(g.contiguous(), x, mean, scale, ctx.eps)
+        with_slope = (g * slope).sum([d for d in range(g.ndim) if d != 1])
+        small = scale * w / n
+        of_x = back * _by_channel(w1 - small * overlap, x)
+        of_x.addcmul_(slope, _by_channel(-small * with_normal, x))
+        level = -small * with_slope * scale  # of x̂ = s (x − μ)
+        of_x.addcmul_(x, _by_channel(level, x)).sub_(_by_channel(level * mean, x))
+        return of_x, back.mul_(_by_channel(w, x)), with_slope, with_normal, of_shift, None
+
+
+def _batch_kernel(d: Tensor, x: Tensor, mean: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """D d, Σ d x̂ and Σ d of each channel."""
+    return torch.ops.aten.native_batch_norm_backward(d, x, None, None, None, mean, scale, True, eps, [True, True, True])
+
+
+def _by_channel(t: Tensor, x: Tensor) -> Tensor:
+    return t.view(1, -1, *[1] * (x.ndim - 2))
+
+
+def _plain_tangent(x: Tensor, x1: Tensor, w: Tensor, w1: Tensor, b1: Tensor, eps: float) -> Tensor:
+    dims = (0, *range(2, x.ndim))
+    normal, slope = _normalised(x, x1, dims, eps)
+    w, w1, b1 = (_by_channel(t, x) for t in (w, w1, b1))
+    return w * slope + w1 * normal + b1
 
 
 def _running_statistics(

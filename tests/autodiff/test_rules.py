@@ -20,6 +20,7 @@ from autodiff.functions import (
 )
 from torch import Tensor
 
+from metacal.autodiff.norms import _BatchTangent
 from metacal.autodiff.plain import PlainNorms
 from metacal.network import plain_attention
 
@@ -93,3 +94,11 @@ def _gradient(t: Tensor, params: list[Tensor], graph: bool = False) -> list[Tens
         return [torch.zeros_like(p) for p in params]
     grads = torch.autograd.grad(t, params, create_graph=graph, allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, params)]
+
+
+def test_the_tangent_of_a_batch_normalisation_has_derivatives() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(3, 2, 2), (3, 2, 2), (2,), (2,), (2,)]
+    given = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in sizes]
+    assert torch.autograd.gradcheck(lambda *t: _BatchTangent.apply(*t, 0.3), given)
+    assert torch.autograd.gradgradcheck(lambda *t: _BatchTangent.apply(*t, 0.3), given)

@@ -47,6 +47,10 @@ def calibrate_command(argv: Sequence[str]) -> int:
         save_scaling(scaling, kept)
         if not arguments.json:
             print(f"written: {out} (calibrated predictions) and {kept} (the map)")
+            print(f"all measures of them: metacal evaluate {out}")
+            print(f"the map in Python: metacal.calibration.load_scaling({str(kept)!r})")
+    elif not arguments.json:
+        print("to keep the calibrated predictions and the map: --out FILE.npz")
     return 0
 
 

@@ -10,6 +10,13 @@ from metacal.errors import require, require_choice
 
 __all__ = ["export_command"]
 
+USES: dict[str, str] = {
+    "torch-export": "torch.export.load({out!r}).module()(x) gives probabilities; x as the run's data has it",
+    "onnx": "onnxruntime.InferenceSession({out!r}) gives probabilities; inputs as the run's data has them",
+    "state_dict": "torch.load({out!r}) gives the weights, and the numbers of the normalisation and the map",
+}
+"""What opens a file of each format."""
+
 
 def export_command(argv: Sequence[str]) -> int:
     """Run `metacal export ARGV`; returns the exit status."""
@@ -33,4 +40,6 @@ def export_command(argv: Sequence[str]) -> int:
     require_choice("--format", arguments.format, FORMATS)
     load(arguments.run).export(out, arguments.format)
     print(f"{arguments.format} of {arguments.run} in {out} ({out.stat().st_size / 2**20:.1f} MiB)")
+    if use := USES.get(arguments.format):
+        print(f"use it: {use.format(out=str(out))}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ _DESCRIPTION = (
     "What a run is, where it stands, its scores with their units, its files, and the commands that go on with it. "
     "Nothing is computed anew: `metacal evaluate RUN` does that."
 )
+
+
+_PROSE, _WIDTH = ("method", "versions"), 100
 
 
 def show_command(argv: Sequence[str]) -> int:
@@ -176,5 +180,13 @@ def _next_commands(folder: RunFolder, config: Mapping[str, Any]) -> list[str]:
 
 
 def _aligned(lines: Mapping[str, str], indent: str = "") -> str:
+    """Names and, beside them, their texts; sentences are broken at a width that can be read, commands are not."""
     width = max(map(len, lines), default=0) + 2
-    return "\n".join(f"{indent}{name:<{width}}{text}" for name, text in lines.items())
+
+    def beside(name: str, text: str) -> str:
+        if name not in _PROSE:
+            return text
+        broken = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        return ("\n" + " " * (len(indent) + width)).join(broken)
+
+    return "\n".join(f"{indent}{name:<{width}}{beside(name, text)}" for name, text in lines.items())

@@ -34,6 +34,7 @@ __all__ = ["comparison_page", "figures_of"]
 _ALL_IN_COLOUR = 10
 _BEST_IN_COLOUR = 5
 _KNOWN = ("cross_entropy", "focal", "gamma_net", "metacal")
+_PIXELS = 100  # of the page to an inch of a figure, so that all figures have type of one size
 
 _STYLE = """
 :root { --ink: #222; --pale: #5b6070; --line: #d9dce1; --back: #fff; --mark: #e3effa; --link: #1f5f99; }
@@ -43,7 +44,7 @@ _STYLE = """
 }
 * { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 2rem auto;
-  max-width: 78rem; padding: 0 1rem; overflow-wrap: break-word; }
+  max-width: 90rem; padding: 0 1rem; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; line-height: 1.3; margin-bottom: .3rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 a { color: var(--link); } nav ul { padding-left: 1.2rem; } :focus-visible { outline: 2px solid var(--link); }
 .verdict { font-size: 1.05rem; border-left: 4px solid var(--link); padding: .3rem .8rem; max-width: 62rem; }
@@ -61,10 +62,13 @@ th:first-child, td:first-child { position: sticky; left: 0; z-index: 1; backgrou
 td.best { background: var(--mark); }
 .note, figcaption, details { color: var(--pale); font-size: 13px; margin: .35rem 0; max-width: 62rem; }
 summary { cursor: pointer; } figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
+.legend { display: none; font-size: 13px; } .legend span { margin-right: 1rem; display: inline-block; }
+.legend b { font-size: 16px; }
 code { font-size: 12px; overflow-wrap: anywhere; }
 @media (max-width: 40rem) {
   th:first-child, td:first-child { max-width: 8rem; }
-  img { max-width: none; width: 46rem; }
+  img { max-width: none; }
+  .legend { display: block; }
 }
 """
 
@@ -129,9 +133,10 @@ def _sections(result: RunComparison) -> list[tuple[str, str]]:
         differences = result.difference_table()
         sections.append((differences.title, _scrolling(differences) + notes_html(list(differences.notes))))
     for name, caption, figure in figures_of(result):
-        image = f'<img alt="{escape(name)}: {escape(caption)}" src="data:image/png;base64,{_png(figure)}">'
+        width = f'width="{_PIXELS * figure.get_figwidth():.0f}"'
+        image = f'<img alt="{escape(name)}: {escape(caption)}" {width} src="data:image/png;base64,{_png(figure)}">'
         shown = f'<div class="scroll" tabindex="0">{image}</div><figcaption>{escape(caption)}</figcaption>'
-        sections.append((name, f"<figure>{shown}</figure>"))
+        sections.append((name, f"<figure>{_legend(figure)}{shown}</figure>"))
     runs = result.runs_table()
     return [*sections, (runs.title, _scrolling(runs))]
 
@@ -225,7 +230,18 @@ def _highlighted(result: RunComparison) -> tuple[set[str] | None, str]:
     return {result.groups[i].short for i in chosen}, f" In colour: {who}; grey: all others."
 
 
+def _legend(figure: Figure) -> str:
+    """A figure's legend as text, for screens so narrow that its own lies beyond their edge."""
+    from matplotlib.colors import to_hex
+
+    (legend,) = figure.legends
+    names = [" ".join(text.get_text().split()) for text in legend.get_texts()]
+    colors = [to_hex(handle.get_color()) for handle in legend.legend_handles]  # type: ignore[union-attr]
+    lines = [f'<span><b style="color:{c}">&#9679;</b> {escape(name)}</span>' for c, name in zip(colors, names)]
+    return f'<p class="legend">{escape(" ".join(legend.get_title().get_text().split()))} {"".join(lines)}</p>'
+
+
 def _png(figure: Figure) -> str:
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130)
+    figure.savefig(file, format="png", dpi=1.5 * _PIXELS)
     return base64.b64encode(file.getvalue()).decode()

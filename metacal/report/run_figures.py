@@ -233,6 +233,7 @@ def accuracy_ece_plane(
     styles = _styles(groups, highlight)
     entries = _legend_entries(styles, dict.fromkeys(groups, ""))
     figure, (ax,) = _canvas(1, 1, (6.2, 4.4), entries, "", markers=True)
+    named: dict[str, tuple[float, float, str]] = {}
     for label, (accuracy, error) in groups.items():
         style = styles[label]
         color, clear = style["color"], _in_colour(style)
@@ -240,8 +241,7 @@ def accuracy_ece_plane(
         bars |= {"markersize": 7 if clear else 4, "fmt": _marker(style), "zorder": style["zorder"]}
         ax.errorbar(accuracy.mean(), error.mean(), _std(error), _std(accuracy), label=label, **bars)
         if clear:
-            beside = {"xytext": (5, 4), "textcoords": "offset points", "fontsize": SMALL, "color": color}
-            ax.annotate(label, (accuracy.mean(), error.mean()), **beside)
+            named[label] = accuracy.mean(), error.mean(), color
         if scaled is not None and label in scaled:
             x, y = scaled[label]
             ax.plot(
@@ -251,7 +251,23 @@ def accuracy_ece_plane(
     ax.set(xlabel="accuracy", ylabel="ECE")
     percent(ax.xaxis, ax.yaxis)
     clean(ax, "hollow: after temperature scaling" if scaled else "")
+    _name_points(ax, named)
     return figure
+
+
+def _name_points(ax: Axes, points: Mapping[str, tuple[float, float, str]]) -> None:
+    """Write each label beside its (x, y) in its colour, from below upwards, higher where another label stands."""
+    ax.autoscale_view()
+    pixel, taken = 72 / ax.figure.dpi, list[tuple[float, float, float]]()
+    for label, (x, y, color) in sorted(points.items(), key=lambda point: point[1][1]):
+        left, at = pixel * ax.transData.transform((x, y)) + (5, 4)
+        right, height = left + 0.62 * SMALL * len(label), at
+        for start, end, other in sorted(taken, key=lambda box: box[2]):
+            if left < end and start < right and abs(height - other) < 1.2 * SMALL:
+                height = other + 1.2 * SMALL
+        taken.append((left, right, height))
+        beside: dict[str, Any] = {"xytext": (5, 4 + height - at), "textcoords": "offset points", "fontsize": SMALL}
+        ax.annotate(label, (x, y), color=color, **beside)
 
 
 def _styles(labels: Iterable[str], highlight: Collection[str] | None) -> dict[str, dict[str, Any]]:

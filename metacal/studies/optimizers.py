@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, ScalarFormatter, SymmetricalLogLocator
 
 from metacal.curvature import gn_sharpness, hessian_trace
 from metacal.jsonio import to_json
-from metacal.report.drawing import SMALL, percent
+from metacal.report.drawing import COLORS, SMALL, percent
 from metacal.report.tables import Cell, Column, Table, column_of, summarise
 from metacal.studies.footer import NO_MARKS, footer, over_seeds
 from metacal.studies.grid import Job, Study
 from metacal.training.saved import load_run
 from metacal.training.setup import fixed_subset
 
-__all__ = ["report"]
+__all__ = ["plane", "report"]
 
 IMAGES = 512  # of the validation split, for the curvature
 
@@ -45,7 +46,7 @@ def report(study: Study) -> list[Path]:
     paths = [study.folder / name for name in ("table.md", "numbers.json", "plane.png")]
     paths[0].write_text(text)
     paths[1].write_text(to_json(numbers))
-    _plane(optimizers, numbers).savefig(paths[2], dpi=130)
+    plane(optimizers, numbers).savefig(paths[2], dpi=130)
     return paths
 
 
@@ -90,8 +91,11 @@ def _table(optimizer: str, numbers: Sequence[dict[str, Any]]) -> Table:
     )
 
 
-def _plane(optimizers: Sequence[str], numbers: Sequence[dict[str, Any]]) -> Figure:
-    """ECE against the Hessian's trace, and accuracy against ECE: a colour a method, a marker an optimizer."""
+def plane(optimizers: Sequence[str], numbers: Sequence[dict[str, Any]]) -> Figure:
+    """ECE against the Hessian's trace and against accuracy: a colour a method, a marker an optimizer.
+
+    numbers: of each run, or of a mean of runs: method, optimizer, accuracy, ece, hessian_trace.
+    """
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     axes = figure.subplots(1, 2)
     methods = list(dict.fromkeys(n["method"] for n in numbers))
@@ -104,7 +108,7 @@ def _plane(optimizers: Sequence[str], numbers: Sequence[dict[str, Any]]) -> Figu
                 n[key],
                 n["ece"],
                 markers[optimizers.index(n["optimizer"]) % len(markers)],
-                color=f"C{methods.index(n['method']) % 10}",
+                color=COLORS[methods.index(n["method"]) % len(COLORS)],
                 ms=5,
                 alpha=0.8,
             )
@@ -113,8 +117,12 @@ def _plane(optimizers: Sequence[str], numbers: Sequence[dict[str, Any]]) -> Figu
         ax.grid(alpha=0.3)
         if log:
             ax.set_xscale("symlog", linthresh=1.0)
+            ax.xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1.0, subs=[1, 3]))
+            ax.xaxis.set_major_formatter(ScalarFormatter())
+        else:
+            ax.xaxis.set_major_locator(MaxNLocator(5))
     for i, method in enumerate(methods):
-        axes[1].plot([], [], "o", color=f"C{i % 10}", label=method)
+        axes[1].plot([], [], "o", color=COLORS[i % len(COLORS)], label=method)
     for i, optimizer in enumerate(optimizers):
         axes[1].plot([], [], markers[i % len(markers)], color="black", mfc="none", label=optimizer)
     axes[1].legend(fontsize=SMALL, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -75,7 +75,9 @@ def train(
     p = run.p
     console.start(p.step)
     if config.data.meta_from == "val" and needs_meta(config):
-        console.line("val serves as meta images too: its scores are fitted, not held out")
+        console.line(
+            "val serves as meta images too: gamma is learned on them, so val's scores are fitted, not held out"
+        )
     while p.epoch < config.epochs and not p.ended:
         for x, y in parts.train.epoch(p.epoch, start=p.batch):
             run.step(x, y)

@@ -7,6 +7,7 @@ import resource
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -276,7 +277,9 @@ def _at_last_epoch(config: Config, predicted: Mapping[str, Predictions], folder:
     """
     for name, p in predicted.items():
         p.save(folder.predictions(name, "last"))
-    report = Report(predicted["test"], predicted["val"], n_bins=config.monitor.n_bins, resamples=0)
+    with warnings.catch_warnings():  # of a small val split: told of the selected epoch
+        warnings.filterwarnings("ignore", ".*the scaling rests on")
+        report = Report(predicted["test"], predicted["val"], n_bins=config.monitor.n_bins, resamples=0)
     return {f"last/{name}": value for name, value in report.to_dict().items()}
 
 
@@ -366,6 +369,8 @@ def show_together(outcomes: Sequence[Outcome]) -> int:
     if len(outcomes) > 1:
         compare = shlex.join(["metacal", "compare", str(root)])
         console.print(f"do they differ beyond noise? {compare}", highlight=False, soft_wrap=True)
+    shown = shlex.join(["metacal", "show", str(first.path)])
+    console.print(f"one run, its files, and how to use it: {shown}", highlight=False, soft_wrap=True)
     if first.event_files():
         console.print(f"curves: {curves}", highlight=False, soft_wrap=True)
     return max(o.status for o in outcomes)

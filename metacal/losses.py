@@ -52,11 +52,13 @@ __all__ = [
 PROBABILITY_FLOOR = 1e-6
 """Smallest number that `focal` and its kin raise to a power."""
 
+_LARGE = 1 << 24  # logits from which on memory counts for more than the number of kernels
+
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """-log p_y, in nats. Shapes `(N, K)`, `(N,)` -> `(N,)`."""
     logits = _checked(logits, labels, soft=True)
-    return _expected(lambda log_p: -log_p, F.log_softmax(logits, dim=-1), labels)
+    return _expected(lambda log_p: -log_p, _log_probability(logits, labels), labels)
 
 
 def focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor:
@@ -66,8 +68,9 @@ def focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Tensor
     `PROBABILITY_FLOOR`: without the floor the gradient is NaN at p = 1 for gamma < 1, and so is the mixed
     derivative in the logits and gamma. gamma = 0 gives the value and the gradient of cross-entropy exactly.
     """
-    log_p = F.log_softmax(_checked(logits, labels, soft=True), dim=-1)
-    gamma = _beside(_per_sample("gamma", gamma, log_p[:, 0]), labels)
+    logits = _checked(logits, labels, soft=True)
+    log_p = _log_probability(logits, labels)
+    gamma = _beside(_per_sample("gamma", gamma, logits[:, 0]), labels)
     return _expected(lambda log_p: _modulated(log_p, lambda log_p: _miss(log_p) ** gamma), log_p, labels)
 
 
@@ -79,10 +82,9 @@ def dual_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> T
     probabilities by rounding is none. The base of the power is floored as in `focal`.
     """
     logits = _checked(logits, labels)
-    log_p = F.log_softmax(logits, dim=-1)
-    index = labels.unsqueeze(-1)
-    below = torch.where(logits < logits.gather(-1, index), log_p.exp(), 0.0).amax(dim=-1)
-    log_p = log_p.gather(-1, index).squeeze(-1)
+    log_p = _log_probability(logits, labels)
+    less = logits < logits.gather(-1, labels.unsqueeze(-1))
+    below = torch.where(less, F.softmax(logits, dim=-1), 0.0).amax(dim=-1)
     gamma = _per_sample("gamma", gamma, log_p)
     return _modulated(log_p, lambda log_p: torch.clamp(below - torch.expm1(log_p), min=PROBABILITY_FLOOR) ** gamma)
 
@@ -131,11 +133,12 @@ def signed_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 0.0) ->
     kink of `adafocal`. Negative gammas are for underconfidence: they weigh up samples that are right already, and
     (unlike (1 - p)^γ) stay bounded as p -> 1.
     """
-    log_p = F.log_softmax(_checked(logits, labels, soft=True), dim=-1)
+    logits = _checked(logits, labels, soft=True)
+    log_p = _log_probability(logits, labels)
     if not isinstance(gamma, Tensor):
         require(math.isfinite(gamma), f"gamma must be finite, got {gamma}")
         gamma = log_p.new_full((), gamma)
-    gamma = _beside(_entries("gamma", gamma, log_p[:, 0]), labels)
+    gamma = _beside(_entries("gamma", gamma, logits[:, 0]), labels)
     u = gamma.clamp(-1.0, 1.0)
     above = gamma * (0.5 + (15 * u - 10 * u**3 + 3 * u**5) / 16)
     below = above - gamma
@@ -159,7 +162,7 @@ def label_smoothing(
     by an outer loop, one for all or one per class: `metacal.gamma.LearnedSmoothing`.
     """
     log_p = F.log_softmax(_checked(logits, labels, soft=True), dim=-1)
-    true = _expected(lambda log_p: log_p, log_p, labels)
+    true = _expected(lambda log_p: log_p, _of_label(log_p, labels), labels)
     if isinstance(smoothing, Tensor):
         smoothing = _entries("smoothing", smoothing, true)
     else:
@@ -176,7 +179,7 @@ def confidence_penalty(
     """
     check_options(confidence_penalty, beta=beta)
     log_p = F.log_softmax(_checked(logits, labels, soft=True), dim=-1)
-    true = _expected(lambda log_p: log_p, log_p, labels)
+    true = _expected(lambda log_p: log_p, _of_label(log_p, labels), labels)
     # p log p tends to 0 with p: a class that is ruled out has no share, and no 0 · inf.
     ruled_out = log_p == -math.inf
     return -true + beta * (log_p.exp() * log_p.masked_fill(ruled_out, 0.0)).sum(dim=-1)
@@ -254,9 +257,11 @@ def _checked(logits: Tensor, labels: Tensor, soft: bool = False) -> Tensor:
 
 
 def _expected(loss: Callable[[Tensor], Tensor], log_p: Tensor, labels: Tensor) -> Tensor:
-    """`loss` of log p_y in each row; Σ_k q_k of it for probabilities q, where a class without a share has none."""
+    """`loss` of log p_y (N,); of all log p (N, K) Σ_k q_k of it for probabilities q, where a class without a share
+    has none.
+    """
     if labels.dim() == 1:
-        return loss(log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+        return loss(log_p)
     possible = log_p.masked_fill((labels == 0) & (log_p == -math.inf), 0.0)
     return (labels.to(log_p.dtype) * loss(possible)).sum(-1)
 
@@ -274,8 +279,20 @@ def _less_rows(x: Tensor, labels: Tensor) -> Tensor:
 
 
 def _log_probability(logits: Tensor, labels: Tensor) -> Tensor:
-    """log p_y of each row."""
-    return F.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    """log p_y of each row (N,); log p of every class (N, K) where labels are probabilities.
+
+    Of large arrays it is (z_y - m) - log Σ_k e^{z_k - m}, m the maximum, whose mixed derivative takes autograd four
+    arrays as large as the logits; of small ones log_softmax, which takes six, and one kernel in place of six.
+    """
+    if labels.dim() == 2 or logits.numel() < _LARGE:
+        return _of_label(F.log_softmax(logits, dim=-1), labels)
+    top = logits.detach().amax(dim=-1, keepdim=True)
+    return _of_label(logits, labels) - top.squeeze(-1) - (logits - top).exp().sum(dim=-1).log()
+
+
+def _of_label(x: Tensor, labels: Tensor) -> Tensor:
+    """x_y of each row (N,); x where labels are probabilities."""
+    return x if labels.dim() == 2 else x.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
 def _with_digits(log_p: Tensor, logits: Tensor, labels: Tensor, rows: bool | Tensor) -> Tensor:

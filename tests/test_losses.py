@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from reference.memory import Peak
 from torch import Tensor
 
 from metacal import losses
@@ -195,6 +196,34 @@ def test_gamma_zero_of_the_others_is_cross_entropy_exactly(name: str) -> None:
         a, b = losses.LOSSES[name](z, y, gamma), losses.cross_entropy(z, y)
         assert torch.equal(a, b)
         assert torch.equal(torch.autograd.grad(a.sum(), z)[0], torch.autograd.grad(b.sum(), z)[0])
+
+
+def test_large_arrays_have_the_same_losses_in_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value, gradient and mixed derivative, at logits that are ruled out and beyond all exponentials too."""
+    z, y = torch.randn(60, 100, dtype=torch.float64) * 8, torch.arange(60)
+    z[:5], z[5:9, 40:], z[9, 9] = z[:5] * 1e4 + 1e5, -math.inf, 60.0
+    z.requires_grad_()
+
+    def made(name: str) -> list[Tensor]:
+        third = torch.full((60,), 1.3, dtype=torch.float64, requires_grad=True)
+        value = losses.LOSSES[name](z, y, third) if losses.takes(losses.LOSSES[name]) == "gamma" else None
+        value = losses.LOSSES[name](z, y) if value is None else value
+        (slope,) = torch.autograd.grad(value.sum(), z, create_graph=True)
+        if losses.takes(losses.LOSSES[name]) != "gamma":
+            return [value, slope]
+        return [value, slope, torch.autograd.grad(slope, third, torch.linspace(-1, 2, z.numel()).view_as(z))[0]]
+
+    names = ("cross_entropy", "focal", "dual_focal", "inverse_focal", "adafocal", "signed_focal")
+    small = {name: made(name) for name in names}
+    monkeypatch.setattr(losses, "_LARGE", 1)
+    for name in names:
+        torch.testing.assert_close(made(name), small[name], rtol=1e-10, atol=1e-13)
+    z, gamma = torch.randn(200, 1000, requires_grad=True), torch.ones(200, requires_grad=True)
+    for name, arrays in (("focal", 4.1), ("signed_focal", 4.1), ("inverse_focal", 5.4), ("adafocal", 5.4)):
+        with Peak() as memory:
+            (slope,) = torch.autograd.grad(losses.LOSSES[name](z, torch.arange(200), gamma).sum(), z, create_graph=True)
+            torch.autograd.grad(slope, gamma, z.detach())
+        assert 2 < memory.peak / (z.numel() * 4) < arrays, name
 
 
 @given(st.integers(1, 9), st.integers(2, 6), st.integers(0, 10**6))

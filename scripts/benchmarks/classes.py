@@ -7,8 +7,8 @@
 Every row is a process of its own, which makes float32 logits 2 N(0, 1) and labels that are right half of the time,
 runs the part once on a few rows, resets the kernel's high-water mark and reports by how much the peak of the full run
 exceeds the resident size before it (Linux only), and the processor's time. Losses and surrogates include the gradient
-in the logits; the mixed derivative is that of ⟨∂ℓ/∂z, v⟩ in gamma, which the bilevel step takes. Traces and robust
-margins are of a perceptron with 64 inputs and 128 hidden units on as many examples.
+in the logits; the mixed derivative is that of ⟨∂ℓ/∂z, v⟩ in gamma, which the bilevel step takes, with v = z. Traces and
+robust margins are of a perceptron with 64 inputs and 128 hidden units on as many examples.
 
     python scripts/benchmarks/classes.py --stream --size 1000000x1000         # beside torchmetrics, batch by batch
 
@@ -75,7 +75,7 @@ def loss_gradient(loss: Callable[[Tensor, Tensor], Tensor], z: Tensor, y: Tensor
 def mixed(loss: Callable[..., Tensor], z: Tensor, y: Tensor) -> object:
     z, g = z.detach().requires_grad_(), torch.full((len(y),), 2.0, requires_grad=True)
     (slope,) = torch.autograd.grad(loss(z, y, g).sum(), z, create_graph=True)
-    return torch.autograd.grad(slope, g, torch.ones_like(slope))
+    return torch.autograd.grad(slope, g, z.detach())
 
 
 def perceptron(k: int) -> nn.Module:
@@ -99,7 +99,11 @@ CASES: dict[str, Run] = {
     "ece certificate": lambda z, y: margins.ece_certificate(Predictions.from_logits(z, y)),
     **{f"loss {name}": partial(loss_gradient, f) for name, f in losses.LOSSES.items() if losses.takes(f) != "gamma"},
     "loss focal": partial(loss_gradient, partial(losses.focal, gamma=2.0)),
-    **{f"mixed {name}": partial(mixed, losses.LOSSES[name]) for name in ("focal", "signed_focal")},
+    **{
+        f"mixed {name}": partial(mixed, losses.LOSSES[name])
+        for name, f in losses.LOSSES.items()
+        if losses.takes(f) == "gamma"
+    },
     **{f"surrogate {name}": partial(loss_gradient, f) for name, f in differentiable.SURROGATES.items()},
     "gamma_net": partial(source, lambda k: gamma.GammaNet(64)),
     "gamma_net, label_aware": partial(source, lambda k: gamma.GammaNet(64, num_classes=k)),

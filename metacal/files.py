@@ -34,10 +34,11 @@ def arrays_in(path: Path, wanted: Collection[str] | None = None) -> dict[str, np
         return {key: file[key] if wanted is None or key in wanted else np.empty(0) for key in file.files}
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any], durable: bool = True) -> None:
     """Call `write(file)` on a temporary file in the folder of `path`, flush it to disk, then rename it to `path`.
 
     A crash at any moment leaves either the old file or the new one, whole.
+    durable: wait for the disk, without which a crash of the whole machine may leave a damaged file.
 
     Raises:
         RunError: when the disk is full or the folder cannot be written; the old file is kept.
@@ -47,8 +48,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "w+b") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when a write comes up short
         temporary.unlink(missing_ok=True)

@@ -130,33 +130,37 @@ def options_of(part: Callable[..., Any], values: Mapping[str, Any] | None = None
 
 def _own_options(part: Callable[..., Any]) -> dict[str, Described]:
     kind, bound = _unbound(part)
-    hints = _hints(kind)
+    declared = _declared(kind)
+    return {name: Described(hint, default(), what) for name, hint, default, what in declared if name not in bound}
+
+
+@functools.cache
+def _declared(kind: Any) -> list[tuple[str, Any, Callable[[], Any], Option]]:
+    """Of each option its name, its type, what makes a default, and what it may be: asked for often, slow to read."""
+    hints = typing.get_type_hints(kind, include_extras=True)
     if is_dataclass(kind):
-        return {
-            f.name: Described(
-                hints[f.name], f.default_factory() if f.default is MISSING else f.default, f.metadata["option"]
-            )
+        return [
+            (f.name, hints[f.name], f.default_factory if f.default is MISSING else partial(_same, f.default), what)
             for f in fields(kind)
-            if "option" in f.metadata and f.name not in bound
-        }
-    found = {}
+            if (what := f.metadata.get("option")) is not None
+        ]
+    declared = []
     for name, parameter in inspect.signature(kind).parameters.items():
-        if name not in bound and typing.get_origin(hints.get(name)) is Annotated:
+        if typing.get_origin(hints.get(name)) is Annotated:
             annotated, *notes = typing.get_args(hints[name])
             what = next((note for note in notes if isinstance(note, Option)), None)
             if what is not None:
-                found[name] = Described(annotated, parameter.default, what)
-    return found
+                declared.append((name, annotated, partial(_same, parameter.default), what))
+    return declared
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _unbound(part: Callable[..., Any]) -> tuple[Any, Mapping[str, Any]]:
     """What a `functools.partial` is of, and what it binds by name."""
     return (part.func, part.keywords) if isinstance(part, partial) else (part, {})
-
-
-@functools.cache
-def _hints(part: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(part, include_extras=True)
 
 
 def made(part: Callable[..., Any], values: Any, **context: Any) -> Any:

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "config": "bilevel calibration configs data errors gamma launch losses models monitors names objective optim "
     "options penalties",
     "runs": "config errors files jsonio predictions",
-    "report": "calibration data errors names network predict predictions runs",
+    "report": "calibration data errors files names network predict predictions runs",
     "export": "calibration data errors files inputs network",
     "deploy": "calibration config data errors export inputs models modes predictions runs",
     "training": "batchnorm bilevel calibration config curvature data deploy errors gamma inputs jsonio launch losses "

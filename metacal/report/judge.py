@@ -23,6 +23,7 @@ from metacal.calibration.choice import AUTO
 from metacal.errors import InputError, require, require_choice
 from metacal.predictions import Predictions
 from metacal.report.comparison import Judged, RunComparison
+from metacal.report.remembered import Remembered, digest_of
 from metacal.report.significance import (
     MANY,
     Difference,
@@ -31,7 +32,6 @@ from metacal.report.significance import (
     draw_counts,
     holm,
     moderated,
-    sample_one,
     stack,
 )
 from metacal.report.tables import central, is_scaled, summarise
@@ -206,12 +206,15 @@ def _measured_runs(
     seed: int,
     left_out: Sequence[LeftOut],
 ) -> tuple[dict[Run, dict[str, Any]], list[LeftOut]]:
-    """Run -> scaling -> measure -> Sampled (and "n"), one run in memory at a time; and the runs left out."""
+    """Run -> scaling -> measure -> Sampled (and "n"), one run in memory at a time; and the runs left out.
+
+    What a run's folder has kept of an earlier comparison is not measured again.
+    """
     out: dict[Run, dict[str, Any]] = {}
     left = list(left_out)
     labels: torch.Tensor | None = None
     first: Run | None = None
-    counts: torch.Tensor | None = None
+    counts, made_by = torch.empty(0), ""
     for run in (run for g in groups for run in g.runs):
         try:
             p = run.predictions(split)
@@ -219,19 +222,22 @@ def _measured_runs(
         except InputError as error:
             left.append(LeftOut(run.path, str(error)))
             continue
-        if labels is None or counts is None:
+        if labels is None:
             labels, first, counts = p.labels, run, draw_counts(len(p), resamples, seed)
+            made_by = digest_of(counts)
         elif not torch.equal(labels, p.labels):
             assert first is not None
             raise InputError(
                 f"the {split} split of {run.path} ({len(p)} samples) is not that of {first.path} ({len(labels)} "
                 "samples): their labels differ, so they cannot be compared"
             )
-        values: dict[str, Any] = {"n": len(p), "none": sample_one(options, p, counts)}
+        known = Remembered(None if run.is_file else run.folder.measured, counts, made_by)
+        values: dict[str, Any] = {"n": len(p), "none": known.sample(options, p)}
         for s, q in scaled.items():
             same_classes = torch.equal(q.predicted, p.predicted)
             changed = {name: keys for name, keys in options.items() if is_scaled(name) or not same_classes}
-            values[s] = values["none"] | (sample_one(changed, q, counts) if changed else {})
+            values[s] = values["none"] | (known.sample(changed, q) if changed else {})
+        known.save()
         out[run] = values
     return out, left
 

@@ -6,7 +6,8 @@ metrics.jsonl            a line for each logged step: {"step": …, "epoch": …
 summary.json             written last, with the SHA-256 of itself and of metrics.jsonl under "digests"
 model.pt                 the calibrated model
 checkpoints/             last.pt, best.pt, and epochNNNN.pt of those that are kept
-predictions/             val.npz, test.npz of the selected epoch; val_last.npz, test_last.npz of the last one
+predictions/             val.npz, test.npz of the selected epoch; val_last.npz, test_last.npz of the last one;
+                         measured.npz, what comparisons measured of them, which they need not measure again
 figures/                 reliability.png, shift.png
 shift.json               what `metacal evaluate --shift` measured
 events.out.tfevents.*    TensorBoard's
@@ -48,6 +49,7 @@ class RunFolder:
         self.sinks = self.path / "sinks.json"
         self.log = self.path / "log.txt"
         self.figures = self.path / "figures"
+        self.measured = self.path / "predictions" / "measured.npz"
         self.last = self.checkpoint("last")
         self.best = self.checkpoint("best")
 
@@ -228,15 +230,18 @@ def _keys_of(file: Path) -> set[str]:
         return set()
 
 
+_NUMBERS = (int, float)  # int | float would be made anew for each of millions of values
+
+
 def read_line(text: bytes) -> dict[str, Any] | None:
     """A line of metrics.jsonl: `step`, `epoch`, `split`, and numbers or None by name; None where it cannot be read."""
     try:
-        line = json.loads(text)
+        line = json.loads(text.decode())  # of bytes it would guess the encoding, which takes as long as the rest
         split = line.pop("split")
         good = isinstance(split, str) and isinstance(line["step"], int) and isinstance(line["epoch"], int)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    good = good and all(value is None or isinstance(value, int | float) for value in line.values())
+    good = good and all(value is None or isinstance(value, _NUMBERS) for value in line.values())
     return {**line, "split": split} if good else None
 
 

@@ -72,6 +72,47 @@ def test_values_are_those_of_the_saved_predictions(result):
                 assert result.results["temperature"][name][i].values[s] == pytest.approx(MEASURES[name](scaled))
 
 
+def test_what_was_measured_is_not_measured_again(folder, tmp_path, monkeypatch):
+    """Unless predictions, resamples, code or options are others, or a measure is not of the package."""
+    from metacal.report import remembered
+
+    shutil.copytree(folder / "focal", tmp_path / "focal", ignore=shutil.ignore_patterns("measured.npz"))
+    measured = []
+    sample = remembered.sample_one
+
+    def counted(measures, p, counts):
+        measured.extend(measures)
+        return sample(measures, p, counts)
+
+    monkeypatch.setattr(remembered, "sample_one", counted)
+
+    def compared(names=("ece", "nll"), **options):
+        measured.clear()
+        result = judge_groups(groups_of(tmp_path), measures=names, **{"resamples": 40} | options)
+        return [[s.tolist() for s in sampled[0]] for of in result.results.values() for sampled in of.values()]
+
+    first = compared()
+    assert len(measured) == 3 * 2 * 2, "of three runs two measures, before and after scaling"
+    assert compared() == first and measured == []
+    assert compared(["ece"], n_bins=10) != first[::2] and measured == ["ece"] * 6
+    assert compared() == first and measured == [], "both are kept"
+    assert len(compared(resamples=41)[0][1][0]) == 41 and len(measured) == 12
+    kept = tmp_path / "focal/seed1/predictions/measured.npz"
+    for damage in (kept.read_bytes()[:-30], b"", None):
+        compared()
+        kept.unlink() if damage is None else kept.write_bytes(damage)
+        assert compared() == first and len(measured) == 4
+    monkeypatch.setattr(remembered, "_code", lambda: "another version")
+    assert compared() == first and len(measured) == 12
+    other = folder / "focal/seed1/predictions/val.npz"
+    shutil.copy(other, tmp_path / "focal/seed2/predictions/val.npz")
+    assert compared() == first and measured == [], "val is not asked for"
+    assert compared(split="val") != first and len(measured) == 3 * 2
+    monkeypatch.setitem(MEASURES, "ece", MEASURES["ece"].__class__(lambda p: 0.5, "Mine"))
+    for _ in range(2):
+        assert compared()[0][0] == [0.5] * 3 and set(measured) >= {"ece"}
+
+
 def test_the_best_and_what_does_not_differ_from_it_are_marked(result):
     best = result.best["none"]["nll"]
     assert result.groups[best].method in ("focal", "brier")

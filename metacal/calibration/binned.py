@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metacal.calibration import binning
 from metacal.calibration.arguments import takes_arrays
-from metacal.calibration.measure import Counted, Measure, Streamed, sparse_product
+from metacal.calibration.measure import Counted, Measure, Streamed, Weighted, sparse_product
 from metacal.calibration.ranking import ascending, running_sums, tie_groups
 from metacal.errors import require
 from metacal.predictions import Predictions
@@ -132,26 +132,22 @@ def _classwise_value(sums: Mapping[str, Tensor]) -> float:
 # ------------------------------------------------------------------------------------------------ resamples at once
 
 
-def _weighted_bins(formula: Callable[..., Tensor]) -> Callable[..., Counted]:
-    """A formula on counts, correct and confidence sums (R, M) over equal-width bins."""
+def _weighted_bins(p: Predictions, n_bins: int = 15) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Counts, correct and confidence sums (R, M) of equal-width bins."""
+    c, order = ascending(p.confidence)
+    per_sample = torch.stack([torch.ones_like(c), p.correct[order].double(), c])
+    # On sorted samples a bin is a run of them, and its sums are one small product.
+    ends = torch.bincount(binning.bin_index(c, n_bins), minlength=n_bins).cumsum(0).tolist()
+    runs = [(m, low, high) for m, (low, high) in enumerate(zip([0, *ends], ends, strict=False)) if high > low]
 
-    def prepare(p: Predictions, n_bins: int = 15, **options: Any) -> Counted:
-        c, order = ascending(p.confidence)
-        per_sample = torch.stack([torch.ones_like(c), p.correct[order].double(), c])
-        # On sorted samples a bin is a run of them, and its sums are one small product.
-        ends = torch.bincount(binning.bin_index(c, n_bins), minlength=n_bins).cumsum(0).tolist()
-        runs = [(m, low, high) for m, (low, high) in enumerate(zip([0, *ends], ends, strict=False)) if high > low]
+    def sums(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        w = w[order].t()
+        count, correct, confidence_sum = of_bins = w.new_zeros(3, w.shape[0], n_bins)
+        for m, low, high in runs:
+            of_bins[:, :, m] = per_sample[:, low:high] @ w[:, low:high].t()
+        return count, correct, confidence_sum
 
-        def measure(w: Tensor) -> Tensor:
-            w = w[order].t()
-            sums = w.new_zeros(3, w.shape[0], n_bins)
-            for m, low, high in runs:
-                sums[:, :, m] = per_sample[:, low:high] @ w[:, low:high].t()
-            return formula(*sums, **options)
-
-        return measure
-
-    return prepare
+    return sums
 
 
 def _weighted_adaptive_ece(p: Predictions, n_bins: int = 15, norm: str = "l1") -> Counted:
@@ -177,25 +173,31 @@ def _weighted_adaptive_ece(p: Predictions, n_bins: int = 15, norm: str = "l1") -
 
 def _weighted_classwise_ece(p: Predictions, n_bins: int = 15) -> Counted:
     k = p.n_classes
-    samples, cells, values = [], [], []
+    samples, cells, values, entries_above = [], [], [], []
     for rows, probs in p.chunks():
         labels = p.labels[rows]
         here = torch.arange(rows.start, rows.start + len(labels))
         label_bin = binning.bin_index(probs.gather(1, labels[:, None]).squeeze(1), n_bins)
         row, column, above = binning.above_first_bin(probs, n_bins)
-        sample = rows.start + row
-        # hits - mass: the label, the entries above the first bin, and their removal from the column's sum.
-        samples += [here, sample, sample]
-        cells += [label_bin * k + labels, binning.bin_index(above, n_bins) * k + column, column]
-        values += [torch.ones_like(here, dtype=torch.float64), -above.double(), above.double()]
+        # hits - mass: the label, and the entries above the first bin.
+        samples += [here, rows.start + row]
+        cells += [label_bin * k + labels, binning.bin_index(above, n_bins) * k + column]
+        values += [torch.ones_like(here, dtype=torch.float64), -above.double()]
+        entries_above.append((row, column))
     sums = sparse_product(torch.cat(cells), torch.cat(samples), torch.cat(values), (n_bins * k, len(p)))
+
+    def first_bin() -> Iterator[tuple[slice, Tensor]]:
+        """The probabilities with 0 in place of those above the first bin."""
+        for (rows, probs), above in zip(p.chunks(), entries_above, strict=True):
+            yield rows, probs.double().index_put(above, torch.zeros((), dtype=torch.float64))
+
     # Probabilities of few samples and classes are made once, others again for every call.
-    few = list(p.chunks()) if len(p) * k <= 1 << 22 else None
+    few = list(first_bin()) if len(p) * k <= 1 << 22 else None
 
     def measure(w: Tensor) -> Tensor:
         residual = sums(w)
-        for rows, probs in few or p.chunks():
-            residual[:k] -= probs.double().t() @ w[rows]
+        for rows, probs in few or first_bin():
+            residual[:k] -= probs.t() @ w[rows]
         return residual.abs_().sum(0) / (len(p) * k)
 
     return measure
@@ -212,7 +214,9 @@ def _debiased(count: Tensor, correct: Tensor, confidence_sum: Tensor, squared: b
 def _record(function: Callable[..., float], title: str, formula: Callable[..., Tensor], **keys: Any) -> Measure:
     """Of a measure that is a formula on the sums of equal-width bins."""
     shown: dict[str, Any] = {"digits": 2, "percent": True, "best": "min"}
-    return Measure(function, title, **shown, weighted=_weighted_bins(formula), streamed=_of_bins(formula), **keys)
+    return Measure(
+        function, title, **shown, weighted=Weighted(_weighted_bins, formula), streamed=_of_bins(formula), **keys
+    )
 
 
 BINNED: dict[str, Measure] = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metacal.calibration.arguments import require_predictions
-from metacal.calibration.measure import Measure
+from metacal.calibration.measure import Measure, counted_together
 from metacal.calibration.measures import MEASURES
 from metacal.errors import require
 from metacal.names import MeasureName
@@ -26,17 +26,6 @@ from metacal.predictions import Predictions
 __all__ = ["Comparison", "Interval", "bootstrap", "bootstrap_all", "bootstrap_sets", "compare"]
 
 MeasureLike = MeasureName | Measure | Callable[..., float]
-
-
-class Job(NamedTuple):
-    """A measure with its options, and what it is to measure."""
-
-    measure: Measure
-    options: dict[str, Any]
-    p: Predictions
-
-    def value(self) -> float:
-        return self.measure(self.p, **self.options)
 
 
 class Interval(NamedTuple):
@@ -81,8 +70,7 @@ def bootstrap(
     """
     require_predictions("p", p)
     _check(n, level)
-    job = Job(*_resolve(measure, options), p)
-    return _interval(job.value(), _resampled([job], n, seed)[0], level)
+    return _intervals([_resolve(measure, options)], [p], n, seed, level)[0][0]
 
 
 def bootstrap_all(
@@ -113,10 +101,8 @@ def bootstrap_sets(
     """
     _check(n, level)
     options = dict(measures) if isinstance(measures, Mapping) else {name: {} for name in measures}
-    jobs = [Job(*_resolve(name, dict(keys)), p) for p in sets for name, keys in options.items()]
-    resampled = iter(_resampled(jobs, n, seed) if jobs else [])
-    intervals = iter([_interval(job.value(), next(resampled), level) for job in jobs])
-    return [{name: next(intervals) for name in options} for _ in sets]
+    records = [_resolve(name, dict(keys)) for name, keys in options.items()]
+    return [dict(zip(options, of_set, strict=True)) for of_set in _intervals(records, sets, n, seed, level)]
 
 
 def compare(
@@ -144,10 +130,9 @@ def compare(
         len(differ) == 0, f"p2 must have the labels of p1, they differ in row {int(differ[0]) if len(differ) else 0}"
     )
     record, options = _resolve(measure, options)
-    jobs = [Job(record, options, p) for p in (p1, p2)]
-    value = jobs[0].value() - jobs[1].value()
-    first, second = _resampled(jobs, n, seed)
-    differences = first - second
+    value = record(p1, **options) - record(p2, **options)
+    first, second = _resampled([(record, options)], (p1, p2), n, seed)
+    differences = (first - second)[0]
     low, _, high = _interval(value, differences, level)
     tail = min(int((differences <= 0).sum()), int((differences >= 0).sum()))
     return Comparison(value, low, high, min(1.0, 2 * (tail + 1) / (n + 1)))
@@ -174,19 +159,36 @@ def _resolve(measure: str | MeasureLike, options: dict[str, Any]) -> tuple[Measu
     return known or Measure(measure, getattr(measure, "__name__", "measure")), options
 
 
-def _resampled(jobs: Sequence[Job], n: int, seed: int) -> list[Tensor]:
-    """The measure of each job on the same n resamples: float64 (n,), one for each job, whose N are equal."""
+def _intervals(
+    measures: Sequence[tuple[Measure, dict[str, Any]]], sets: Sequence[Predictions], n: int, seed: int, level: float
+) -> list[list[Interval]]:
+    """For each of the sets an interval of each measure."""
+    if not measures:
+        return [[] for _ in sets]
+    return [
+        [
+            _interval(measure(p, **options), resampled, level)
+            for (measure, options), resampled in zip(measures, of_set, strict=True)
+        ]
+        for p, of_set in zip(sets, _resampled(measures, sets, n, seed), strict=True)
+    ]
+
+
+def _resampled(
+    measures: Sequence[tuple[Measure, dict[str, Any]]], sets: Sequence[Predictions], n: int, seed: int
+) -> list[Tensor]:
+    """M measures, each with its options, on the same n resamples of each of the sets, whose N are equal: float64 (M, n)
+    for each set.
+    """
     # In ascending confidence, in which most measures want them, and which each would make for itself.
-    orders = {id(job.p): job.p.confidence.argsort() for job in jobs}
-    ascending = {id(job.p): job.p[orders[id(job.p)]] for job in jobs}
-    forms = [job.measure.counted(ascending[id(job.p)], **job.options) for job in jobs]
-    values: list[list[Tensor]] = [[] for _ in jobs]
-    for counts in map(_counts, _draws(len(jobs[0].p), n, seed)):
-        # numpy takes columns twice as fast as torch.
-        ordered = {key: torch.from_numpy(counts.numpy().T.take(order.cpu(), 1)).t() for key, order in orders.items()}
-        for job, form, of_one in zip(jobs, forms, values, strict=True):
-            of_one.append(form(ordered[id(job.p)]))
-    return [torch.cat(of_one) for of_one in values]
+    orders = [p.confidence.argsort() for p in sets]
+    forms = [counted_together(measures, p[order]) for p, order in zip(sets, orders, strict=True)]
+    values: list[list[Tensor]] = [[] for _ in sets]
+    for counts in map(_counts, _draws(len(sets[0]), n, seed)):
+        for order, form, of_set in zip(orders, forms, values, strict=True):
+            # numpy takes columns twice as fast as torch.
+            of_set.append(form(torch.from_numpy(counts.numpy().T.take(order.cpu(), 1)).t()))
+    return [torch.cat(of_set, 1) for of_set in values]
 
 
 def _draws(n_samples: int, n: int, seed: int) -> Iterator[Tensor]:

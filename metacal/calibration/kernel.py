@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from metacal.calibration.measure import sparse_product
+from metacal.calibration.measure import row_dots, sparse_product
 
 __all__ = [
     "gaussian_product",
@@ -27,6 +27,7 @@ __all__ = [
 
 LAPLACE_SCALE = 0.4  # the kernel exp(-|u - v| / 0.4) of Kumar et al. (2018)
 GRID = 2048  # cells of [0, 1] on which smooth ECE lives; its smallest bandwidth, 2^-10, spans two
+_STEPS = 1024  # of [0, 1], among which smooth ECE looks for its bandwidth
 _EXACT_BELOW = 4096  # samples up to which SECE is summed directly
 _WIDE = 0.01  # bandwidth of smooth ECE from which on its cosines are summed one by one, some 290 of them at most
 _WAVES = 2.9  # over a Gaussian's bandwidth, the number of its waves on [0, 1] that are above 1e-18 of the first
@@ -43,11 +44,10 @@ def laplace_pairs(c: Tensor, r: Tensor, weights: Tensor | None = None) -> tuple[
     """
     x = (c - 0.5) / LAPLACE_SCALE
     w = torch.ones_like(c)[None] if weights is None else weights.t()
-    grown = w * (r * x.exp())
+    grown, fallen = w * (r * x.exp()), w * (r * (-x).exp())
     # The running sum includes the sample itself, which is no pair.
-    below = grown.cumsum(1).sub_(grown)
-    fallen = torch.mul(w, r * (-x).exp(), out=grown)
-    return w @ r.square(), torch.linalg.vecdot(fallen, below)
+    selves = row_dots(grown, fallen)
+    return w @ r.square(), row_dots(fallen, grown.cumsum(1)) - selves
 
 
 def smooth_gap(c: Tensor, a: Tensor, bandwidth: float, self_term: bool) -> Tensor:
@@ -210,53 +210,73 @@ def grid_product(x: Tensor, factors: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda w: sums(w).view(len(factors), points, -1).transpose(1, 2)
 
 
-def unit_interval_smooth(residual: Tensor, mass: Tensor, mesh: int) -> Tensor:
-    """smECE from the residuals c - a and the counts on the grid, both (R, GRID + 1), float64 (R,).
+def unit_interval_smooth(residual: Tensor, mass: Tensor, mesh: int, near: float = 0.05) -> Tensor:
+    """smECE from the residuals c - a and the counts on the grid, both (R, GRID + 1), float64 (R,); `near` is where the
+    search begins.
 
     A Gaussian reflected at 0 and 1 without end is diagonal in the basis cos(π k t): its factor there is
     exp(-(π k σ)²/2), so that one transform of the data serves every bandwidth of the search.
-    """
-    size = 2 * GRID
-    waves = torch.fft.rfft(torch.stack([residual, mass], 1), n=size).real.contiguous()
-    k = torch.arange(GRID + 1, dtype=waves.dtype)
 
-    def error(rows: Tensor, sigmas: Tensor, points: int) -> Tensor:
+    The fixed point σ = smECE_σ is the least k/1024, k >= 2, that is no smaller than its smECE, which falls as k grows.
+    k and k - 1 are tried together: they say whether k is that one, and the line through them says where it is.
+    """
+    errors = _errors(residual, mass, mesh)
+    rows = torch.arange(len(residual))
+    value = torch.empty(len(rows), dtype=residual.dtype)
+    low, high = torch.full_like(rows, 2), torch.full_like(rows, _STEPS)  # the least and the largest that k may be
+    k = torch.full_like(rows, round(near * _STEPS)).clamp_(2, _STEPS)
+    trials = 0
+    while len(rows) > 0:
+        value[rows], before = errors(rows.repeat(2), torch.cat([k, k - 1])).chunk(2)
+        at_k, before = value[rows] * _STEPS, before * _STEPS
+        small, large = (k < at_k) & (k < high), (k - 1 >= before) & (k > low)
+        low, high = torch.where(small, k + 1, low), torch.where(large, k - 1, high)
+        slope = (at_k - before).clamp_(max=0.0)
+        trials += 1
+        # A curve that is far from a line is halved in the end.
+        k = ((at_k - slope * k) / (1 - slope)).ceil_().long() if trials < 5 else (low + high) // 2
+        left = small | large
+        rows, low, high, k = rows[left], low[left], high[left], k.clamp(low, high)[left]
+    return value
+
+
+def _errors(residual: Tensor, mass: Tensor, mesh: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """(rows of the data on the grid, k for each of them) -> smECE at the bandwidths k/1024."""
+    size = 2 * GRID
+    residuals, masses = (torch.fft.rfft(x, n=size).real.contiguous() for x in (residual, mass))
+    wave = torch.arange(GRID + 1, dtype=residuals.dtype)
+
+    def of_points(rows: Tensor, sigmas: Tensor, points: int) -> Tensor:
         """At one number of points; more than one bandwidth only of wide ones."""
-        least, t = float(sigmas.amin()), torch.arange(points, dtype=k.dtype) / (points - 1)
+        least = float(sigmas.amin())
         if least >= _WIDE:  # few waves are left of a wide Gaussian: their sum at the points is a small product
             few = math.ceil(_WAVES / least)
-            factors = (-(math.pi * sigmas[:, None] * k[:few]).square() / 2).exp() / GRID
+            factors = (-(math.pi * sigmas[:, None] * wave[:few]).square() / 2).exp()
             factors[:, 0] /= 2
-            smooth = (waves[:, :, :few][rows] * factors[:, None]) @ _cosines(few, points)
-        else:
-            factors = (-(math.pi * least * k).square() / 2).exp()
-            smooth = torch.fft.irfft(waves[rows] * factors, n=size)[..., : GRID + 1]
-            low, fraction = _cell(t, GRID)
-            smooth = smooth[..., low] * (1 - fraction) + smooth[..., low + 1] * fraction
-        return smooth[:, 0].abs().sum(-1) / smooth[:, 1].sum(-1)
+            cosines = _cosines(few, points)
+            smooth = (residuals[rows, :few] * factors) @ cosines
+            return smooth.abs().sum(1) / ((masses[rows, :few] * factors) @ cosines.sum(1))
+        low, fraction = _cell(torch.arange(points, dtype=wave.dtype) / (points - 1), GRID)
+        factors = (-(math.pi * least * wave).square() / 2).exp()
+        smooth = torch.fft.irfft(torch.stack([residuals[rows], masses[rows]]) * factors, n=size)[..., : GRID + 1]
+        smooth = smooth[..., low] * (1 - fraction) + smooth[..., low + 1] * fraction
+        return smooth[0].abs().sum(1) / smooth[1].sum(1)
 
-    def errors(sigmas: Tensor) -> Tensor:
+    def errors(rows: Tensor, k: Tensor) -> Tensor:
+        sigmas = k.double() / _STEPS
         out = torch.empty_like(sigmas)
         usual = sigmas >= max(_WIDE, 10 / mesh)  # these have `mesh` points: one product for all
         if bool(usual.any()):
-            rows = usual.nonzero().squeeze(1)
-            out[rows] = error(rows, sigmas[rows], mesh)
-        for sigma in sigmas[~usual].unique().tolist():  # few: the search halves the same interval for all
-            rows = (sigmas == sigma).nonzero().squeeze(1)
-            out[rows] = error(rows, sigmas[rows], max(round(10 / sigma), mesh))
+            out[usual] = of_points(rows[usual], sigmas[usual], mesh)
+        for sigma in sigmas[~usual].unique().tolist():  # few: most bandwidths lie near that of the whole sample
+            same = sigmas == sigma
+            out[same] = of_points(rows[same], sigmas[same], max(round(10 / sigma), mesh))
         return out
 
-    # Ten halvings of [0, 1] for the fixed point σ = smECE_σ, kept from above; the error falls as σ grows.
-    low = torch.zeros(len(waves), dtype=k.dtype)
-    high = torch.ones_like(low)
-    for _ in range(10):
-        middle = (low + high) / 2
-        below = (middle < 1e-3) | (middle < errors(middle))
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return errors(high)
+    return errors
 
 
-@functools.lru_cache(maxsize=32)  # resamples of one data set ask for the same few again and again
+@functools.lru_cache(maxsize=64)  # resamples of one data set ask for the same few again and again
 def _cosines(waves: int, points: int) -> Tensor:
     """cos(π k t) for the first waves k at `points` equal steps of t over [0, 1]: (waves, points)."""
     k, t = torch.arange(waves, dtype=torch.float64), torch.arange(points, dtype=torch.float64) / (points - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from metacal.calibration.kernel import (
     spread_on_grid,
     unit_interval_smooth,
 )
-from metacal.calibration.measure import Counted, Measure
+from metacal.calibration.measure import Counted, Measure, Weighted
 from metacal.calibration.ranking import ascending
 from metacal.errors import require
 from metacal.predictions import Predictions
@@ -87,39 +88,34 @@ def sece(p: Predictions, bandwidth: float = 0.01, self_term: bool = True, norm: 
 # ------------------------------------------------------------------------------------------------ resamples at once
 
 
-def _weighted_kce(p: Predictions) -> Counted:
+def _weighted_pairs(p: Predictions) -> Callable[[Tensor], tuple[int, Tensor, Tensor, Tensor]]:
     c, a, order = _sorted(p)
     r = c - a
 
-    def measure(w: Tensor) -> Tensor:
+    def sums(w: Tensor) -> tuple[int, Tensor, Tensor, Tensor]:
         w = w[order]
         # Copies of one sample are pairs as well, at distance 0.
-        _, pairs = laplace_pairs(c, r, w)
-        return (r.square() @ w.square() + 2 * pairs).clamp(min=0).sqrt() / len(p)
+        return len(p), r.square() @ w.square(), *laplace_pairs(c, r, w)
 
-    return measure
+    return sums
 
 
-def _weighted_skce(p: Predictions) -> Counted:
-    c, a, order = _sorted(p)
-    r = c - a
+def _kce_of(n: int, copies: Tensor, squares: Tensor, pairs: Tensor) -> Tensor:
+    return (copies + 2 * pairs).clamp(min=0).sqrt() / n
 
-    def measure(w: Tensor) -> Tensor:
-        w = w[order]
-        _, pairs = laplace_pairs(c, r, w)
-        return (r.square() @ (w.square() - w) + 2 * pairs) / max(1, len(p) * (len(p) - 1))
 
-    return measure
+def _skce_of(n: int, copies: Tensor, squares: Tensor, pairs: Tensor) -> Tensor:
+    return (copies - squares + 2 * pairs) / max(1, n * (n - 1))
 
 
 def _weighted_smooth_ece(p: Predictions, mesh: int = 200) -> Counted:
-    on_grid = grid_product(
-        p.confidence, torch.stack([p.confidence - p.correct.double(), torch.ones_like(p.confidence)])
-    )
+    near = smooth_ece(p, mesh)
+    residual = p.confidence - p.correct.double()
+    on_grid = grid_product(p.confidence, torch.stack([residual, torch.ones_like(residual)]))
 
     def measure(w: Tensor) -> Tensor:
         residual, mass = on_grid(w)
-        return unit_interval_smooth(residual, mass, mesh)
+        return unit_interval_smooth(residual, mass, mesh, near)
 
     return measure
 
@@ -150,6 +146,6 @@ KERNELS: dict[str, Measure] = {
         smooth_ece, "Smooth ECE", 2, percent=True, best="min", weighted=_weighted_smooth_ece, compared=True
     ),
     "sece": Measure(sece, "SECE", 2, percent=True, best="min", weighted=_weighted_sece),
-    "kce": Measure(kce, "KCE", 4, best="min", weighted=_weighted_kce, compared=True),
-    "skce": Measure(skce, "SKCE", 5, weighted=_weighted_skce),
+    "kce": Measure(kce, "KCE", 4, best="min", weighted=Weighted(_weighted_pairs, _kce_of), compared=True),
+    "skce": Measure(skce, "SKCE", 5, weighted=Weighted(_weighted_pairs, _skce_of)),
 }

@@ -8,8 +8,9 @@ fast and `streamed` lets `CalibrationAccumulator` compute it.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from metacal.predictions import Predictions
 
-__all__ = ["Counted", "Measure", "Streamed", "Sums", "sparse_product"]
+__all__ = ["Counted", "Measure", "Streamed", "Sums", "Weighted", "counted_together", "row_dots", "sparse_product"]
 
 Counted = Callable[[Tensor], Tensor]
 """Counts (N, R) float64, how often each of R resamples holds each of N samples -> the measure of each, float64 (R,).
@@ -40,6 +41,11 @@ def sparse_product(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[i
     return lambda x: torch.from_numpy(matrix @ np.ascontiguousarray(x.numpy()))
 
 
+def row_dots(x: Tensor, y: Tensor) -> Tensor:
+    """Σ_j x_ij y_ij, (R,) of two (R, V), in one pass."""
+    return torch.from_numpy(np.einsum("ij,ij->i", x.numpy(), y.numpy()))
+
+
 Sums = Callable[[Predictions, int], Mapping[str, Tensor]]
 """(predictions, n_bins) -> sums over the samples by name, which add when samples do."""
 
@@ -58,6 +64,32 @@ class Streamed:
 
 
 @dataclass(frozen=True)
+class Weighted:
+    """The measure of resamples as a formula on sums that measures of its kind have in common; calling it gives the
+    `Counted` form.
+
+    Attributes:
+        sums: (p on the CPU, **options of the sums) -> (counts (N, R) -> sums); those that several measures share, with
+            the same options, are computed once.
+        value: (*sums, **the other options) -> the measure of each resample, float64 (R,).
+    """
+
+    sums: Callable[..., Callable[[Tensor], tuple[Any, ...]]]
+    value: Callable[..., Tensor]
+
+    def options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Those of the sums, and those of the value."""
+        named = inspect.signature(self.sums).parameters
+        of_sums = {key: value for key, value in options.items() if key in named}
+        return of_sums, {key: value for key, value in options.items() if key not in named}
+
+    def __call__(self, p: Predictions, **options: Any) -> Counted:
+        of_sums, of_value = self.options(options)
+        sums = self.sums(p, **of_sums)
+        return lambda w: self.value(*sums(w), **of_value)
+
+
+@dataclass(frozen=True)
 class Measure:
     """A measure of predictions; calling it calls its function.
 
@@ -68,7 +100,7 @@ class Measure:
         percent: show fractions times 100.
         best: "min" or "max": which end is good; None if neither is.
         weighted: (p on the CPU, **options) -> the `Counted` form, by which the bootstrap evaluates resamples together;
-            None, or a None that it returns, means that every resample is measured by itself.
+            None, or a None that it returns, means that every resample is measured by itself. See `Weighted`.
         streamed: the measure of a stream; None if it needs all samples at once.
         classes_only: it depends on the predicted classes alone, which one temperature for all leaves as they are.
         watched: logged at every validation of a run.
@@ -104,3 +136,30 @@ class Measure:
             return torch.tensor([self(p[r], **options) for r in rows], dtype=torch.float64)
 
         return one_by_one
+
+
+def counted_together(measures: Sequence[tuple[Measure, Mapping[str, Any]]], p: Predictions) -> Counted:
+    """M measures of `p`, each with its options, as one form: counts (N, R) -> (M, R)."""
+    sums: dict[Any, Callable[[Tensor], tuple[Any, ...]]] = {}
+    formulas: list[tuple[Any, Callable[..., Tensor]]] = []  # the key of its sums, and the value of these
+    for i, (measure, options) in enumerate(measures):
+        form = measure.weighted
+        if isinstance(form, Weighted):
+            of_sums, of_value = form.options(options)
+            key = (form.sums, *sorted(of_sums.items()))
+            if key not in sums:
+                sums[key] = form.sums(p.to("cpu"), **of_sums)
+            formulas.append((key, functools.partial(form.value, **of_value)))
+        else:
+            sums[i] = _alone(measure.counted(p, **options))
+            formulas.append((i, lambda value: value))
+
+    def together(w: Tensor) -> Tensor:
+        of_these = {key: form(w) for key, form in sums.items()}
+        return torch.stack([value(*of_these[key]) for key, value in formulas])
+
+    return together
+
+
+def _alone(form: Counted) -> Callable[[Tensor], tuple[Tensor]]:
+    return lambda w: (form(w),)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metacal.calibration.arguments import require_predictions
-from metacal.calibration.ranking import pair_order
+from metacal.calibration.ranking import pair_order, value_counts
 from metacal.errors import require
 from metacal.predictions import Predictions
 
@@ -72,7 +72,7 @@ def separation(known: Tensor, other: Tensor) -> Separation:
     """
     known, other = known.double().cpu(), other.double().cpu()
     scores, order = torch.cat([known, other]).sort()
-    auroc = float(pair_order(scores, order < len(known)))
+    auroc = float(pair_order(*value_counts(scores, order < len(known))))
     passing = math.ceil(TPR * len(known) - 1e-9)
     threshold = known.sort(descending=True).values[passing - 1]
     return Separation(auroc, float((other >= threshold).double().mean()))

@@ -7,6 +7,7 @@ resamples.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,20 @@ import torch
 from torch import Tensor
 
 from metacal.calibration.arguments import takes_arrays
-from metacal.calibration.measure import Counted, Measure
+from metacal.calibration.measure import Measure, Weighted, row_dots
 from metacal.predictions import Predictions
 
-__all__ = ["RANKING", "ascending", "aurc", "auroc", "pair_order", "risk_area", "running_sums", "tie_groups"]
+__all__ = [
+    "RANKING",
+    "ascending",
+    "aurc",
+    "auroc",
+    "pair_order",
+    "risk_area",
+    "running_sums",
+    "tie_groups",
+    "value_counts",
+]
 
 
 @takes_arrays
@@ -28,7 +39,7 @@ def auroc(p: Predictions) -> float:
     It says how well confidence ranks, not whether it is true: any increasing map of c leaves it as it is.
     """
     c, a, _ = _sorted(p.to("cpu"))
-    return float(pair_order(c, a))
+    return float(pair_order(*value_counts(c, a)))
 
 
 @takes_arrays
@@ -39,49 +50,53 @@ def aurc(p: Predictions) -> float:
     (arXiv 1805.08206).
     """
     c, a, _ = _sorted(p.to("cpu"))
-    return float(risk_area(c, a))
+    return float(risk_area(*value_counts(c, a)))
 
 
-def pair_order(confidence: Tensor, correct: Tensor, weights: Tensor | None = None) -> Tensor:
-    """P(c of a correct > c of a wrong one) + P(equal) / 2, float64 (R,); 0.5 where there is no such pair.
+def pair_order(count: Tensor, wrong: Tensor, seen: Tensor) -> Tensor:
+    """P(c of a correct > c of a wrong one) + P(equal) / 2 from the `value_counts`, float64 (R,); 0.5 where there is no
+    such pair.
 
-    `confidence` (N,) is sorted ascending and float64, `weights` (N, R) are counts (R = 1 and all ones by
-    default).
+    Σ_v wrong_v seen_v are the pairs of a wrong one with one that is not above it: (W² + Σ_v wrong_v²)/2 of them hold
+    two of the W wrong ones, and of the others Σ_v wrong_v (count_v - wrong_v) are equal. All are integers, and exact.
     """
-    count, wrong = _per_value(confidence, correct, weights)
-    right = count - wrong
-    below = wrong.cumsum(1)
-    n_wrong = below[:, -1]
-    pairs = right.sum(1) * n_wrong
-    # Those below and half of the equal ones: the running sum up to and with these less their half.
-    ordered = _dot(right, below.sub_(wrong, alpha=0.5))
+    n_wrong = wrong.sum(1)
+    pairs = (seen[:, -1] - n_wrong) * n_wrong
+    ordered = pairs - row_dots(wrong, seen) + (n_wrong.square() + row_dots(wrong, count)) / 2
     return torch.where(pairs > 0, ordered / pairs.clamp(min=1), 0.5)
 
 
-def risk_area(confidence: Tensor, correct: Tensor, weights: Tensor | None = None) -> Tensor:
-    """1/N Σ_n (mean error among the n most confident), float64 (R,); equal confidences count as ordered at
-    random.
+def risk_area(count: Tensor, wrong: Tensor, seen: Tensor) -> Tensor:
+    """1/N Σ_n (mean error among the n most confident) from the `value_counts` of N samples, float64 (R,); equal
+    confidences count as ordered at random.
 
-    Let g equal confidences with e errors follow n0 samples with e0 errors. The expected risk at the j-th of
-    them is (e0 + j e/g) / (n0 + j), and summed over j = 1..g that is e + (e0 - n0 e/g) (H(n0 + g) - H(n0)),
-    H the harmonic numbers. `confidence` (N,) is sorted ascending and float64, `weights` (N, R) are counts
-    whose columns have one sum (R = 1 and all ones by default).
+    The m-th most confident sample, if it is wrong, adds 1/n to the error of every n >= m: H(N) - H(m - 1) in all, H the
+    harmonic numbers. T(m) sums this over the ranks up to m, and a value that takes the ranks m + 1 to m + g adds
+    T(m + g) - T(m) times its share of wrong ones.
     """
-    g, e = _per_value(confidence, correct, weights)
-    seen, errors = g.cumsum(1), e.cumsum(1)
-    n, total = int(seen[0, -1]), errors[:, -1:].clone()
-    steps = torch.arange(1, n + 1, dtype=torch.float64)
-    harmonic = torch.cat([steps.new_zeros(1), steps.reciprocal_().cumsum(0)])
-    # Running sums go upwards and coverage downwards: n0 and e0 are what the sums up to and with this value leave.
-    reached = torch.from_numpy(harmonic.flip(0).numpy().take(seen.long().numpy(), mode="clip"))
-    spread = torch.empty_like(reached)
-    torch.sub(reached[:, :-1], reached[:, 1:], out=spread[:, 1:])
-    torch.sub(harmonic[-1], reached[:, 0], out=spread[:, 0])
-    n0, e0 = torch.sub(seen.new_tensor(n), seen, out=seen), torch.sub(total, errors, out=errors)
-    # Of values that one sample holds each, e/g needs no division: where none was drawn, the spread is 0.
-    share = ~correct if g.shape[1] == len(correct) else e / g.clamp(min=1)
-    slope = e0.sub_(n0.mul_(share))
-    return (total[:, 0] + _dot(slope, spread)) / n
+    n = int(seen[0, -1])
+    steps = torch.arange(n, 0, -1, dtype=torch.float64).reciprocal()
+    remaining = steps.cumsum(0).flip(0)  # H(N) - H(m - 1) at m = 1, 2, …
+    ranks = torch.cat([steps.new_zeros(1), remaining.cumsum(0)])
+    # Running sums go upwards and ranks downwards.
+    above = torch.from_numpy(ranks.flip(0).numpy().take(seen.long().numpy(), mode="clip"))
+    added = torch.empty_like(above)
+    torch.sub(above[:, :-1], above[:, 1:], out=added[:, 1:])
+    torch.sub(ranks[-1], above[:, 0], out=added[:, 0])
+    return row_dots(added, wrong / count.clamp(min=1)) / n
+
+
+def value_counts(confidence: Tensor, correct: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each of the V distinct values of `confidence` (N,), ascending: how many samples hold it, how many wrong ones,
+    and how many hold it or less; float64 (R, V). `weights` (N, R) are counts, by default R = 1 and all ones.
+    """
+    count = (torch.ones_like(confidence)[:, None] if weights is None else weights).t()
+    wrong = count * ~correct
+    first = torch.cat([torch.ones(1, dtype=torch.bool), confidence[1:] != confidence[:-1]])
+    if not bool(first.all()):
+        starts = first.nonzero().squeeze(1).numpy()
+        count, wrong = (torch.from_numpy(np.add.reduceat(x.numpy(), starts, axis=1)) for x in (count, wrong))
+    return count, wrong, count.cumsum(1)
 
 
 def tie_groups(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,23 +104,6 @@ def tie_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     _, inverse, counts = torch.unique_consecutive(x, return_inverse=True, return_counts=True)
     last = counts.cumsum(0)
     return (last - counts)[inverse], last[inverse]
-
-
-def _per_value(confidence: Tensor, correct: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """How many samples, and how many wrong ones, hold each of the V distinct values of sorted `confidence`; (R, V)."""
-    count = (torch.ones_like(confidence)[:, None] if weights is None else weights).t()
-    wrong = count * ~correct
-    first = torch.cat([torch.ones(1, dtype=torch.bool), confidence[1:] != confidence[:-1]])
-    if bool(first.all()):
-        return count, wrong
-    starts = first.nonzero().squeeze(1).numpy()
-    count, wrong = (torch.from_numpy(np.add.reduceat(x.numpy(), starts, axis=1)) for x in (count, wrong))
-    return count, wrong
-
-
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """Σ_j x_ij y_ij, (R,) of (R, V)."""
-    return torch.from_numpy(np.einsum("ij,ij->i", x.numpy(), y.numpy()))
 
 
 def running_sums(x: Tensor) -> Tensor:
@@ -129,17 +127,12 @@ def _sorted(p: Predictions) -> tuple[Tensor, Tensor, Any]:
     return c, p.correct[order], order
 
 
-def _weighted_auroc(p: Predictions) -> Counted:
+def _weighted_counts(p: Predictions) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
     c, a, order = _sorted(p)
-    return lambda w: pair_order(c, a, w[order])
-
-
-def _weighted_aurc(p: Predictions) -> Counted:
-    c, a, order = _sorted(p)
-    return lambda w: risk_area(c, a, w[order])
+    return lambda w: value_counts(c, a, w[order])
 
 
 RANKING: dict[str, Measure] = {
-    "auroc": Measure(auroc, "AUROC", 4, best="max", weighted=_weighted_auroc, compared=True),
-    "aurc": Measure(aurc, "AURC", 4, best="min", weighted=_weighted_aurc),
+    "auroc": Measure(auroc, "AUROC", 4, best="max", weighted=Weighted(_weighted_counts, pair_order), compared=True),
+    "aurc": Measure(aurc, "AURC", 4, best="min", weighted=Weighted(_weighted_counts, risk_area)),
 }

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metacal.calibration import MEASURES
+from metacal.calibration.measure import counted_together
 from metacal.errors import require, require_choice
 from metacal.predictions import Predictions
 
@@ -146,15 +147,11 @@ def sample_one(
     require(len(p) == len(counts), f"every run must have the {len(counts)} samples of the resamples, got {len(p)}")
     p = p.to("cpu")
     step = max(1, (1 << 19) // len(p))  # resamples at a time: a few megabytes of float64
-    forms = {name: MEASURES[name].counted(p, **keys) for name, keys in options.items()}
-    parts: dict[str, list[Tensor]] = {name: [] for name in options}
-    for part in counts.split(step, dim=1):
-        w = part.double()
-        for name, form in forms.items():
-            parts[name].append(form(w))
+    form = counted_together([(MEASURES[name], keys) for name, keys in options.items()], p)
+    resampled = torch.cat([form(part.double()) for part in counts.split(step, dim=1)], 1).numpy()
     return {
-        name: Sampled(np.array([MEASURES[name](p, **keys)]), torch.cat(parts[name]).numpy()[None])
-        for name, keys in options.items()
+        name: Sampled(np.array([MEASURES[name](p, **keys)]), of_one[None])
+        for (name, keys), of_one in zip(options.items(), resampled, strict=True)
     }
 
 

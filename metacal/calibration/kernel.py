@@ -143,7 +143,7 @@ def gaussian_product(c: Tensor, a: Tensor, bandwidth: float) -> Callable[[Tensor
     def product(w: Tensor) -> tuple[Tensor, Tensor]:
         on_grid = spread(w).view(2, points, -1).transpose(0, 1).flatten(1).t().contiguous()  # mass, then hits
         smooth = torch.fft.irfft(torch.fft.rfft(on_grid, n=size).mul_(spectrum), n=size)[:, :points]
-        mass, hits = (interpolated(part) for part in smooth.t().chunk(2, 1))
+        mass, hits = interpolated(smooth.t()).chunk(2, 1)
         return mass, hits
 
     return product

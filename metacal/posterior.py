@@ -36,9 +36,7 @@ class Outputs(NamedTuple):
     labels: Tensor
 
 
-def outputs_of(
-    backbone: Callable[[Tensor], tuple[Tensor, Tensor]], batches: Iterable[tuple[Tensor, Tensor]]
-) -> Outputs:
+def outputs_of(backbone: Callable[[Tensor], tuple[Tensor, Tensor]], batches: Iterable[tuple[Tensor, ...]]) -> Outputs:
     """All that a backbone, x -> (logits, features), makes of batches (x, y), in evaluation mode, float64 on the CPU."""
     parts = []
     with torch.no_grad(), evaluation_mode(backbone):
@@ -59,6 +57,9 @@ class LastLayerLaplace:
     over the training samples (the Hessian of their total NLL, since the layer is linear) as covariance, τ the precision
     of a normal prior. Logits are then normal: f = z + N(0, S), S_kl = φᵀ Σ_kl φ. Daxberger et al. 2021 (arXiv
     2106.14806).
+
+    This is the `full` structure of laplace-torch, and the only one here: its `kron` and `diag` approximate the same G
+    where the whole of it is too large, and a last layer of a few thousand weights needs no approximation.
 
     Attributes:
         precision: τ; 1 until `choose`.
@@ -148,7 +149,7 @@ class LastLayerLaplace:
 
 
 def dropout_predictions(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], samples: int = 30, seed: int = 0
+    model: nn.Module, batches: Iterable[tuple[Tensor, ...]], samples: int = 30, seed: int = 0
 ) -> Predictions:
     """The mean of softmax over `samples` passes with Dropout active and all else in evaluation mode (Gal & Ghahramani
     2016). The model's modes and the global random streams are left as they were.

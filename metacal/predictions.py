@@ -188,14 +188,14 @@ class Predictions:
         require(len(out) > 0, "the index leaves no predictions, at least 1 is needed")
         return out
 
-    def in_units(self, unit: float, least: float = -1e6) -> Predictions:
+    def in_units(self, unit: float) -> Predictions:
         """The same with confidence and log-likelihood rounded to whole multiples of `unit`, a power of 2, and the
-        log-likelihood at least `least` nats.
+        log-likelihood at least -10^6 nats.
 
         Float64 sums of multiples of 2^-30 are exact below 2^23: they have the same bits in whatever order and batches
         the samples come.
         """
-        rounded = ((t / unit).round_() * unit for t in (self.confidence, self.log_likelihood.clamp(min=least)))
+        rounded = ((t / unit).round_() * unit for t in (self.confidence, self.log_likelihood.clamp(min=-1e6)))
         confidence, log_likelihood = rounded
         return replace(self, confidence=confidence, _log_likelihood=log_likelihood)
 
@@ -288,16 +288,18 @@ def _top_of_columns(x: Tensor, columns: np.ndarray, labels: Tensor) -> tuple[Ten
     return top, x.gather(1, labels[:, None]).squeeze(1) == top
 
 
+def _as_tensor(x: Any, rule: str) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    try:
+        return torch.as_tensor(np.asarray(x))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{rule}, got {type(x).__name__}: {error}") from None
+
+
 def _scores(x: Any, name: str) -> tuple[Tensor, torch.dtype]:
     """`x` as a detached (N, K) tensor, float32 or float64, and the type it came in. MPS lacks float64: to the CPU."""
-    if not isinstance(x, Tensor):
-        try:
-            x = torch.as_tensor(np.asarray(x))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"{name} must be a numeric array of shape (N, K), got {type(x).__name__}: {error}"
-            ) from None
-    x = x.detach()
+    x = _as_tensor(x, f"{name} must be a numeric array of shape (N, K)").detach()
     given, shape = x.dtype, tuple(x.shape)
     hint = "; for a binary problem give both columns" if x.ndim == 1 or shape[1:] == (1,) else ""
     require(x.ndim == 2 and shape[1] >= 2, f"{name} must have shape (N, K) with K >= 2, got {shape}{hint}")
@@ -312,13 +314,7 @@ def _scores(x: Any, name: str) -> tuple[Tensor, torch.dtype]:
 
 def _labels(labels: Any, scores: Tensor) -> Tensor:
     """`labels` as int64 (N,) in 0..K-1 on the device of `scores`."""
-    if not isinstance(labels, Tensor):
-        try:
-            labels = torch.as_tensor(np.asarray(labels))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"labels must be an integer array of shape (N,), got {type(labels).__name__}: {error}"
-            ) from None
+    labels = _as_tensor(labels, "labels must be an integer array of shape (N,)")
     n, k = scores.shape
     hint = " (class indices, not one-hot rows)" if labels.ndim == 2 else ""
     require(tuple(labels.shape) == (n,), f"labels must have shape ({n},), got {tuple(labels.shape)}{hint}")

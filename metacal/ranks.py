@@ -339,13 +339,13 @@ def gather_objects(value: T) -> list[T]:
     return values
 
 
-def broadcast_object(value: T, source: int = 0) -> T:
-    """What rank `source` gave; what the others gave does not count."""
+def broadcast_object(value: T) -> T:
+    """What rank 0 gave; what the others gave does not count."""
     if size() == 1:
         return value
     box = [value]
     _count(None)
-    dist.broadcast_object_list(box, src=source)
+    dist.broadcast_object_list(box, src=0)
     return box[0]
 
 

@@ -121,8 +121,8 @@ class ConformalSets:
         return torch.empty_like(scores).scatter_(1, order, scores)
 
 
-def share_interval(hits: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """`wilson_interval` of one binomial share, as numbers."""
+def share_interval(hits: int, n: int) -> tuple[float, float]:
+    """`wilson_interval` of one binomial share, at 95 %, as numbers."""
     require(0 <= hits <= n and n > 0, f"hits must lie in 0..n with n > 0, got {hits} of {n}")
-    low, high = wilson_interval(torch.tensor(hits), torch.tensor(n), level)
+    low, high = wilson_interval(torch.tensor(hits), torch.tensor(n))
     return float(low), float(high)

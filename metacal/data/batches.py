@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from metacal import ranks
 from metacal.data.arrays import stacked
 from metacal.data.splits import Split
-from metacal.data.stores import leave_interrupts, one_line
+from metacal.data.stores import errors_in_one_line, leave_interrupts
 from metacal.devices import sent
-from metacal.errors import InputError, require
+from metacal.errors import require
 
 __all__ = ["Batches", "derived_seed", "global_rng"]
 
@@ -225,7 +225,7 @@ class Batches:
             pin_memory=split.device.type == "cuda",
             generator=torch.Generator().manual_seed(self.seed),  # else it would draw from the global one
         )
-        for stored, labels in _errors_in_one_line(loader):
+        for stored, labels in errors_in_one_line(loader):
             if labels is not None:
                 labels = labels.to(split.device, torch.int64, non_blocking=True)
             yield pending.popleft(), stored.to(split.device, non_blocking=True), labels
@@ -256,13 +256,6 @@ class _Fetch:
             return stacked(items, "inputs"), None
         inputs = [x if isinstance(x, dict) else torch.as_tensor(x) for x, *_ in items]
         return stacked(inputs, "inputs"), torch.tensor([int(y) for _, y, *_ in items])
-
-
-def _errors_in_one_line(loader: DataLoader) -> Iterator[Any]:
-    try:
-        yield from loader
-    except InputError as error:
-        raise one_line(error) from None
 
 
 def _as_is(batch: Any) -> Any:

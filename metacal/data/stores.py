@@ -24,8 +24,8 @@ __all__ = [
     "FileStore",
     "FolderFiles",
     "ImageFiles",
+    "errors_in_one_line",
     "leave_interrupts",
-    "one_line",
     "resized",
     "tensor_chunks",
 ]
@@ -221,18 +221,18 @@ def tensor_chunks(store: Any, workers: int) -> Iterator[Tensor]:
         worker_init_fn=leave_interrupts,
         generator=torch.Generator(),  # else it would draw from the global one
     )
+    yield from errors_in_one_line(loader)
+
+
+def errors_in_one_line(loader: DataLoader) -> Iterator[Any]:
+    """What the loader gives; an error of a loading process comes without that process's traceback."""
     try:
         yield from loader
     except InputError as error:
-        raise one_line(error) from None
+        last = str(error).strip().splitlines()[-1]
+        raise InputError(last.removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")) from None
 
 
 def leave_interrupts(_worker: int) -> None:
     """Ctrl-C is for the main process, which saves and then ends its loading processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def one_line(error: InputError) -> InputError:
-    """The error as it was raised in a loading process, without that process's traceback in the message."""
-    last = str(error).strip().splitlines()[-1]
-    return InputError(last.removeprefix(f"{InputError.__module__}.{InputError.__name__}: "))

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from metacal import __version__
 from metacal.errors import InputError, RunError, did_you_mean, missing_package, require_packages
@@ -105,12 +105,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _show(message: Warning | str, category: type[Warning], file: str, line: int, *rest: Any) -> None:
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """Warnings of this package as one line; others as Python prints them."""
-    if Path(file).is_relative_to(Path(__file__).parent):
+    if Path(filename).is_relative_to(Path(__file__).parent):
         print(f"metacal: {message}", file=sys.stderr)
     else:
-        print(warnings.formatwarning(message, category, file, line), end="", file=sys.stderr)
+        print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
 
 
 def _shortage(error: ImportError | MemoryError) -> str:

@@ -327,7 +327,7 @@ def _awaited(processes: Sequence[subprocess.Popen]) -> tuple[int, int]:
         if failed is None and bad:
             # one that ended because of another may be seen first
             failed, until = min(bad, key=lambda one: (one[1] == _ENDED, one[1])), time.monotonic() + _GRACE
-        if None not in statuses:
+        if statuses[0] is not None and None not in statuses:
             return failed or (0, statuses[0])
         if failed is not None and time.monotonic() > until:
             for process in processes:
@@ -357,5 +357,5 @@ def on_signals(handle: Callable[[int, Mapping[int, Any]], None]) -> Iterator[Non
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for handled, handler in previous.items():
+            signal.signal(handled, handler)

@@ -138,10 +138,10 @@ def signed_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 0.0) ->
     if not isinstance(gamma, Tensor):
         require(math.isfinite(gamma), f"gamma must be finite, got {gamma}")
         gamma = log_p.new_full((), gamma)
-    gamma = _beside(_entries("gamma", gamma, logits[:, 0]), labels)
-    u = gamma.clamp(-1.0, 1.0)
-    above = gamma * (0.5 + (15 * u - 10 * u**3 + 3 * u**5) / 16)
-    below = above - gamma
+    gammas: Tensor = _beside(_entries("gamma", gamma, logits[:, 0]), labels)
+    u = gammas.clamp(-1.0, 1.0)
+    above = gammas * (0.5 + (15 * u - 10 * u**3 + 3 * u**5) / 16)
+    below = above - gammas
 
     def of_class(log_p: Tensor) -> Tensor:
         return _modulated(log_p, lambda log_p: _miss(log_p) ** above * _raised(log_p, below))

@@ -172,7 +172,7 @@ def _term(name: str, penalty: Penalty, weight: float) -> Term:
 def _positive(spec: Any) -> bool:
     """Whether it is a list of numbers > 0."""
     return isinstance(spec, (list, tuple)) and all(
-        isinstance(w, Real) and not isinstance(w, bool) and 0 < w < math.inf for w in spec
+        isinstance(w, Real) and not isinstance(w, bool) and 0 < float(w) < math.inf for w in spec
     )
 
 

@@ -140,7 +140,7 @@ def _declared(kind: Any) -> list[tuple[str, Any, Callable[[], Any], Option]]:
     hints = typing.get_type_hints(kind, include_extras=True)
     if is_dataclass(kind):
         return [
-            (f.name, hints[f.name], f.default_factory if f.default is MISSING else partial(_same, f.default), what)
+            (f.name, hints[f.name], partial(_same, f.default) if f.default_factory is MISSING else f.default_factory, what)
             for f in fields(kind)
             if (what := f.metadata.get("option")) is not None
         ]

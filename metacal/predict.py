@@ -94,7 +94,7 @@ def predict_epoch(model: Callable[[Tensor], Any], batches: Epochs, epoch: int = 
     return Predictions.from_logits(*(gathered(t, *kind) for t, kind in zip((logits, labels), kinds) if kind))
 
 
-def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor | Inputs, Tensor]]:
     if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
         x, y = data
         require(len(x) == len(y), f"data must be x and y of equal length, got {len(x)} and {len(y)}")

@@ -26,12 +26,23 @@ def test_names_for_type_checkers_are_those_of_the_registry(names: Any, registry:
     assert sorted(get_args(names)) == sorted(registry), "metacal/names.py lists them for type checkers"
 
 
+STRICT = ["--strict", "--follow-imports=silent", "--ignore-missing-imports", "--warn-unused-ignores"]
+
+
 @pytest.mark.slow
-def test_a_users_program_passes_a_strict_type_checker(pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        pytest.param("", [*STRICT, "tests/typing/snippet.py"], id="a user's program, strictly"),
+        pytest.param("pyproject.toml", [], id="the package"),
+    ],
+)
+def test_a_type_checker_passes(
+    config: str, options: list[str], pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     api = pytest.importorskip("mypy.api")
-    file = Path(__file__).parent / "typing" / "snippet.py"
-    options = ["--strict", "--follow-imports=silent", "--ignore-missing-imports", "--warn-unused-ignores"]
-    cache = pytestconfig.cache.mkdir("mypy") if pytestconfig.cache else ""  # half a minute without it
-    options += ["--python-executable", sys.executable, "--cache-dir", str(cache), "--config-file", ""]
-    said, errors, status = api.run([*options, str(file)])
+    monkeypatch.chdir(Path(__file__).parents[1])
+    cache = pytestconfig.cache.mkdir("mypy") if pytestconfig.cache else ""  # a minute without it
+    options = ["--config-file", config, "--python-executable", sys.executable, "--cache-dir", str(cache), *options]
+    said, errors, status = api.run(options)
     assert status == 0, said + errors

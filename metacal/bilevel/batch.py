@@ -98,8 +98,8 @@ def last_of(batch: Batch, logits: Tensor, features: Tensor | None, gamma: Tensor
     if batch.counts is None:
         return Last(logits, batch.y, features, gamma)
     gammas = () if gamma is None or gamma.dim() == 0 else (gamma,)
-    logits, labels, *gammas = ranks.gather_together([logits, batch.y, *gammas], batch.counts)
-    return Last(logits, labels, features, gammas[0] if gammas else gamma)
+    logits, labels, *gathered = ranks.gather_together([logits, batch.y, *gammas], batch.counts)
+    return Last(logits, labels, features, gathered[0] if gathered else gamma)
 
 
 def mean_of(values: Tensor) -> Tensor:

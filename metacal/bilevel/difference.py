@@ -91,17 +91,18 @@ class _Compared(Recorded):
         """(z(θ + εv) − z(θ)) / ε and its ε. size: of v."""
         engine = self.engine
         aim = engine.relative * max(float(_rms(start)), 1e-3)
+        sensitivity = float(engine.sensitivity)
         eps = 1e-3 * float(total_norm(self.moved)) / size
-        if engine.sensitivity > 0:
-            eps = aim / (engine.sensitivity * size)
+        if sensitivity > 0:
+            eps = aim / (sensitivity * size)
         for attempt in range(3):
             product = (self._logits_at(eps) - start) / eps
             change = float(_rms(product))
-            engine.sensitivity = change / size
-            if not 0 < engine.sensitivity < math.inf or aim / 3 < eps * change < 3 * aim:
+            engine.sensitivity = sensitivity = change / size
+            if not 0 < sensitivity < math.inf or aim / 3 < eps * change < 3 * aim:
                 break
             if attempt < 2:
-                eps = aim / (engine.sensitivity * size)
+                eps = aim / (sensitivity * size)
         require(
             not eps * change > 100 * aim,
             _UNREPEATABLE,
@@ -132,7 +133,7 @@ class _Compared(Recorded):
         if isinstance(eps, Tensor):
             torch._foreach_add_(self.moved, torch._foreach_mul(self.tangents, eps - self.at))
         else:
-            torch._foreach_add_(self.moved, self.tangents, alpha=eps - self.at)
+            torch._foreach_add_(self.moved, self.tangents, alpha=float(eps - self.at))
         self.at = eps
         return self.repeated(self.engine.old)
 

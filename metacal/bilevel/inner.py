@@ -163,11 +163,12 @@ class Inner:
         watch = getattr(self.source, "observe", None)
         if watch is None:
             return
-        labels, inputs = batch.y, batch.x
+        labels: Tensor = batch.y
+        inputs: Any = batch.x
         if batch.counts is not None:
             features = () if seen is None else (seen,)
-            logits, labels, *features = ranks.gather_together([logits, labels, *features], batch.counts)
-            seen = features[0] if features else None
+            logits, labels, *gathered = ranks.gather_together([logits, labels, *features], batch.counts)
+            seen = gathered[0] if gathered else None
             reads = getattr(self.source, "reads_inputs", False)
             inputs = ranks.gather_rows(inputs, batch.counts) if reads else None
         watch(seen, logits=logits, labels=labels, inputs=inputs, epoch=batch.epoch)

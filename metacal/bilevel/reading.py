@@ -30,7 +30,9 @@ class Report(Mapping[str, float]):
 
     def __init__(self, values: Mapping[str, Tensor | float]) -> None:
         parts = values.raw if isinstance(values, Report) else values
-        self.raw = {name: v.detach() if isinstance(v, Tensor) else v for name, v in parts.items()}
+        self.raw: dict[str, Tensor | float] = {
+            name: v.detach() if isinstance(v, Tensor) else v for name, v in parts.items()
+        }
         """The numbers as they are known: tensors where they were not read yet."""
 
     def __getitem__(self, name: str) -> float:

@@ -153,6 +153,7 @@ class OneStep(Window):
     def sweep(self, u: Cotangents, meta_params: Sequence[Tensor]) -> list[Tensor]:
         gradient, back = self.last, self._back
         assert back is not None
+        factor: float | Tensor
         v, factor = back(u)  # a number, unless clipping makes it one on the device
         if self._clipped is not None and self.clip_norm is not None:
             factor *= transposed_clip(self._clipped, self._norm, self.clip_norm, v)

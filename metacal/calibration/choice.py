@@ -152,7 +152,7 @@ def save_scaling(scaling: Scaling, path: str | os.PathLike[str]) -> None:
         InputError: for a map that is not fitted, or is none of these.
         RunError: when the file cannot be written.
     """
-    arrays = {"map": np.asarray(name_of(scaling)), **scaling.arrays()}
+    arrays: dict[str, Any] = {"map": np.asarray(name_of(scaling)), **scaling.arrays()}
     write_atomically(Path(path), lambda file: np.savez_compressed(file, **arrays))
 
 

@@ -126,8 +126,8 @@ class Scaling:
         self._restore(arrays)
         self._n_classes = int(_taken("n_classes", arrays))
         if "report" in arrays:
-            n, *floats, wrong = np.asarray(arrays["report"]).tolist()
-            self.report = FitReport(int(n), *floats, int(wrong))
+            report = FitReport(*np.asarray(arrays["report"]).tolist())
+            self.report = report._replace(n=int(report.n), wrong=int(report.wrong))
         return self
 
     def _arrays(self) -> dict[str, np.ndarray]:

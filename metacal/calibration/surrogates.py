@@ -221,7 +221,7 @@ def _term(name: str, value: Any, keys: Mapping[str, Any]) -> tuple[float, Surrog
     given = dict(value) if isinstance(value, Mapping) else {"weight": value}
     weight = given.pop("weight", 1.0)
     require(
-        isinstance(weight, Real) and not isinstance(weight, bool) and 0 <= weight < math.inf,
+        isinstance(weight, Real) and not isinstance(weight, bool) and 0 <= float(weight) < math.inf,
         f"weight of {name} must be a number >= 0, got {weight!r}",
     )
     for key in given:

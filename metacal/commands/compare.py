@@ -84,7 +84,7 @@ def _destinations(arguments: argparse.Namespace) -> tuple[dict[str, Path], str |
 
         require_packages("metacal compare --tensorboard", "tensorboard")
         check_empty(curves)
-    return files, (to_stdout or [None])[0], curves
+    return files, to_stdout[0] if to_stdout else None, curves
 
 
 def _print(result: RunComparison) -> None:

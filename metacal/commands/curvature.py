@@ -148,7 +148,8 @@ def _measured(
     from metacal.predict import predict
     from metacal.runs import checkpoint
 
-    measured, starts = {}, {}
+    measured: dict[str, dict[str, float]] = {}
+    starts: dict[str, Any] = {}
     for epoch, name, state in states:
         checkpoint.load_weights(backbone, state["backbone"], name)
         values = curvature_values(

@@ -218,7 +218,7 @@ class Batches:
 
         loader: DataLoader = DataLoader(
             _Fetch(split.storage, draws=split.yields_labels),  # type: ignore[arg-type]
-            batch_sampler=keys(),  # type: ignore[arg-type]
+            batch_sampler=keys(),
             num_workers=split.workers,
             collate_fn=_as_is,
             worker_init_fn=leave_interrupts,

@@ -39,7 +39,7 @@ class LoaderBatches:
         seed: int = 0,
         stream: str = "train",
         device: str | torch.device = "cpu",
-        prepare: Callable[[Any, str], Tensor] | None = None,
+        prepare: Callable[..., Any] | None = None,
         task: Task | None = None,
         least: int = 1,
     ) -> None:
@@ -101,7 +101,8 @@ class LoaderBatches:
 
     def _known_labels(self) -> Tensor | None:
         """The labels of all samples, where they can be seen without reading these; else None."""
-        data, index = self.loader.dataset, None
+        data: Any = self.loader.dataset
+        index = None
         if isinstance(data, Subset):
             data, index = data.dataset, list(data.indices)
         as_they_are = self.loader.collate_fn is default_collate and isinstance(data, TensorDataset)
@@ -112,7 +113,8 @@ class LoaderBatches:
 
     def _classes(self, values: Any, n: int, place: Callable[[int], str] | None = None) -> Tensor:
         """Class indices (n,) of labels as they come."""
-        task, more = self.task, {} if place is None else {"place": place}
+        task = self.task
+        more: dict[str, Any] = {} if place is None else {"place": place}
         labels, _ = as_labels(
             values, self.stream, n, task.n_classes, task.class_names, ignore=task.ignore_index, **more
         )

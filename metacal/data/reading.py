@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from metacal.data.arrays import as_labels, as_tensor, read_arrays
-from metacal.data.kind import InputKind, Task
+from metacal.data.kind import AnyKind, InputKind, InputKinds, Task
 from metacal.data.stores import IMAGE_SUFFIXES, FileStore, FolderFiles, tensor_chunks
 from metacal.errors import InputError, require
 
@@ -39,7 +39,7 @@ class Inputs:
 
 
 def read_inputs(
-    path: Path, kind: InputKind, task: Task, image_size: int | None = None, batch_size: int = 256, workers: int = 0
+    path: Path, kind: AnyKind, task: Task, image_size: int | None = None, batch_size: int = 256, workers: int = 0
 ) -> Inputs:
     """The inputs at `path` for a model that was trained on inputs of `kind`.
 
@@ -53,9 +53,15 @@ def read_inputs(
         image_size: side to which images of files are resized and cropped, as in training; None: they are not.
 
     Raises:
-        InputError: for a path without inputs, damaged files, and inputs or labels of another kind than in training.
+        InputError: for a path without inputs, damaged files, inputs or labels of another kind than in training, and
+            models of several inputs.
     """
     require(path.exists(), f"{path} does not exist")
+    if isinstance(kind, InputKinds):
+        raise InputError(
+            f"the model takes {', '.join(map(repr, kind.kinds))} together, which no file holds: load it, and call its "
+            "predict_proba"
+        )
     if path.is_dir():
         return _of_folder(path, kind, image_size, workers)
     require(path.suffix in (".npz", ".npy"), f"inputs must be a folder of images, an .npz or an .npy file, got {path}")

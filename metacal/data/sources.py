@@ -219,7 +219,7 @@ def _image_source(
     The test set is `test/` if that has images with labels, else `val/`. With both, `val/` joins the labelled pool.
     """
     entries, labels = read(train)
-    parts = {}
+    parts: dict[str, tuple[Any, Any]] = {}
     if train != root:
         for name in ("test", "val"):
             if (root / name).is_dir():

@@ -214,7 +214,7 @@ def resized(image: Any, side: int) -> Any:
 def tensor_chunks(store: Any, workers: int) -> Iterator[Tensor]:
     """The inputs of a store in order, `CHUNK` at a time, loaded by `workers` processes."""
     loader = DataLoader(
-        store,  # type: ignore[arg-type]
+        store,
         batch_size=CHUNK,
         num_workers=workers,
         collate_fn=torch.stack,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,8 @@ def as_split(
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = data.tensors
     if isinstance(data, (tuple, list)) and len(data) == 2:
-        return _split_of_arrays(*data, name, device, kind, task)
+        x, y = data
+        return _split_of_arrays(x, y, name, device, kind, task)
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         return _split_of_dataset(data, name, device, kind, task, workers)
     raise InputError(f"{name} data must be {_KINDS}, got {type(data).__name__}")
@@ -250,10 +251,11 @@ def _split_of_dataset(
     transform = None
     if kind is not None:
         for x in pairs.inputs(index):
-            transform = kind.transform_of(kind.accept(x, name))
+            transform = kind.transform_of(kind.accept(x, name))  # type: ignore[arg-type]  # what it accepts is its own
     elif (first := next(pairs.inputs([0]))).dtype == torch.uint8:
         as_images(first, name)
-        transform = image_transform(lambda: pairs.inputs(evenly_spaced(n, STATISTICS)), pairs.task.dtype)
+        images = cast("Callable[[], Iterator[Tensor]]", lambda: pairs.inputs(evenly_spaced(n, STATISTICS)))
+        transform = image_transform(images, pairs.task.dtype)
     soft = None if soft is None else placed(soft, device, wanted.dtype)
     return Split(name, pairs, labels.to(device), _on(transform, device), workers, True, class_names, soft=soft)
 
@@ -302,8 +304,9 @@ def _agrees(declared: Tensor, data: Any, n: int, class_names: Sequence[str] | No
 def _class_names(data: Any, n_classes: int | None) -> Sequence[str] | None:
     """The names that a dataset gives its classes, one for each of the model's outputs."""
     names = getattr(data, "classes", None)
-    listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
-    return list(names) if listed and len(names) == n_classes else None
+    if not isinstance(names, (list, tuple)) or len(names) != n_classes:
+        return None
+    return list(names) if all(isinstance(name, str) for name in names) else None
 
 
 def as_images(x: Tensor, name: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ def measurable(name: str, value: float | Tensor | None = None) -> LogitLoss:
 
     value: its gamma or smoothing, a number or one for each example. Raises `InputError` for other losses.
     """
-    with_value = {"focal": Focal, "label_smoothing": LabelSmoothing}
+    with_value: dict[str, Callable[[float | Tensor], LogitLoss]] = {"focal": Focal, "label_smoothing": LabelSmoothing}
     require(
         name in (*LOSSES, *with_value),
         f"the curvature of the trained loss is known for {', '.join((*LOSSES, *with_value))}, got {name}: measure that "

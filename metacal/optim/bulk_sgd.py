@@ -221,7 +221,7 @@ class BulkSGD(SGD):
         return project
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """θ' = θ + P Δ with the last vectors. A closure computes the gradients first; its loss is returned."""
         params = self._params()
         require(

@@ -195,7 +195,7 @@ class Muon(Optimizer):
         self._rest = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. `closure` recomputes the loss, if given, which is returned."""
         loss = None
         if closure is not None:

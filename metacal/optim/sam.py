@@ -142,9 +142,7 @@ class SAM(Optimizer):
         self._away = None
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, model: nn.Module | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, model: nn.Module | None = None) -> Any:
         """With a closure the whole step, its loss at θ returned; without one the base's step.
 
         The closure runs twice, at θ and at θ + ε. With `model` its buffers keep what the pass at θ made of them:
@@ -168,7 +166,7 @@ class SAM(Optimizer):
     # -- all else is the base's ----------------------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.base.param_groups
 
     @param_groups.setter
@@ -176,7 +174,7 @@ class SAM(Optimizer):
         self.base.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.base.state
 
     @state.setter

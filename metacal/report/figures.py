@@ -139,9 +139,11 @@ def reliability_curves(
         shown = (bins.count >= min_count).cpu().numpy()
         x, y, share = (t.cpu().numpy()[shown] for t in (bins.confidence, bins.accuracy, bins.count / len(p)))
         low, high = (t.cpu().numpy()[shown] for t in wilson_interval(bins.correct, bins.count, level))
-        style = {"color": COLORS[i % len(COLORS)], "linewidth": 1.5, "zorder": 3}
+        color = COLORS[i % len(COLORS)]
+        style = {"color": color, "linewidth": 1.5, "zorder": 3}
         thin = ((bins.count > 0) & (bins.count < min_count)).cpu().numpy()
-        faint_bins(ax, *(t.cpu().numpy()[thin] for t in (bins.confidence, bins.accuracy, bins.count)), style["color"])
+        at, accuracy, count = (t.cpu().numpy()[thin] for t in (bins.confidence, bins.accuracy, bins.count))
+        faint_bins(ax, at, accuracy, count, color)
         reliability_line(ax, x, y, style, f"{name} ({column_of('ece').in_words(error)})", share, (low, high))
     ax.legend(frameon=False, fontsize=SMALL, loc="upper left")
     return figure

@@ -96,7 +96,7 @@ def change_table(before: Predictions, after: Predictions, split: str, n_bins: in
     rows: list[tuple[str, Sequence[Cell]]] = []
     for name in (name for name, measure in MEASURES.items() if measure.compared):
         options = MEASURES[name].options(n_bins)
-        c = compare(after, before, name, n=resamples, **options)
+        c = compare(after, before, MEASURES[name], n=resamples, **options)
         shown = column_of(name)
         values = [MEASURES[name](p, **options) for p in (before, after)]
         rows.append((shown.header, [*map(shown.show, values), shown.show(Range(c.difference, c.low, c.high))]))

@@ -189,8 +189,8 @@ def _table(numbers: Mapping[str, Any], epoch: str) -> Table:
     return Table(columns, rows, "runs", f"At {at}", [note, NO_MARKS], marked=frozenset())
 
 
-def _published(value: float | Sequence[float] | None) -> Cell:
-    return Spread(*value) if isinstance(value, (list, tuple)) else value
+def _published(value: float | list[float] | None) -> Cell:
+    return Spread(*value) if isinstance(value, list) else value
 
 
 def _row_name(run: Mapping[str, Any], without: str = "") -> str:
@@ -230,7 +230,7 @@ def _lines(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) -> 
         cells = {at: summarise(values) for at, values in sorted(points.items())}
         known = {at: cell for at, cell in cells.items() if cell is not None}
         spread = [cell.std if isinstance(cell, Spread) else 0.0 for cell in known.values()]
-        means = [central(cell) for cell in known.values()]
+        means = [mean for mean in map(central, known.values()) if mean is not None]
         ax.errorbar(list(known), means, spread, label=name, color=COLORS[i % len(COLORS)], marker="o", ms=4, capsize=2)
     values = sorted({at for points in lines.values() for at in points})
     positive = [value for value in values if value > 0]
@@ -244,14 +244,14 @@ def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) ->
     groups = list(dict.fromkeys(run["group"] for run in numbers["runs"]))
     for name, runs in _rows(numbers).items():
         cells = [summarise([run[epoch][key] for run in runs]) for key in (x, y)]
-        if any(cell is None for cell in cells):
+        at_x, at_y = (central(cell) for cell in cells)
+        if at_x is None or at_y is None:
             continue
-        at = [central(cell) for cell in cells]
-        spread = [cell.std if isinstance(cell, Spread) else 0.0 for cell in cells]
+        spread_x, spread_y = (cell.std if isinstance(cell, Spread) else 0.0 for cell in cells)
         color = COLORS[groups.index(runs[0]["group"]) % len(COLORS)]
-        ax.errorbar(*[[v] for v in at], yerr=[spread[1]], xerr=[spread[0]], color=color, marker="o", ms=4, lw=0.8)
+        ax.errorbar(at_x, at_y, yerr=spread_y, xerr=spread_x, color=color, marker="o", ms=4, lw=0.8)
         ax.xaxis.set_major_locator(MaxNLocator(5))
-        ax.annotate(name, at, xytext=(4, 3), textcoords="offset points", fontsize=SMALL - 1, color=color)
+        ax.annotate(name, (at_x, at_y), xytext=(4, 3), textcoords="offset points", fontsize=SMALL - 1, color=color)
 
 
 def _label(ax: Axes, x: str, y: str, swept: bool, epoch: str) -> None:

@@ -75,11 +75,11 @@ def run_missing(
     elsewhere: set[RunState] = set()
     with _asked_to_stop() as asked, Board(states, n_jobs, console) as board:
         while running or (waiting and not asked()):
-            while slots and not asked() and (s := _next(waiting, elsewhere, board)) is not None:
+            while slots and not asked() and (chosen := _next(waiting, elsewhere, board)) is not None:
                 slot = slots.pop(0)
-                running[_start(s.job, threads, gpus[slot % len(gpus)] if len(gpus) > 1 else None)] = (s, slot)
-                s.start(time.time())
-                board.event(s)
+                running[_start(chosen.job, threads, gpus[slot % len(gpus)] if len(gpus) > 1 else None)] = (chosen, slot)
+                chosen.start(time.time())
+                board.event(chosen)
             if asked():
                 _stop(running, board, asked)
             time.sleep(_POLL)

@@ -127,8 +127,9 @@ class _Training:
         self.writes = folder is not None and ranks.is_first()
         self.config_text = folder.config.read_text() if folder is not None and self.writes else ""  # in each checkpoint
         self.meta_stream: Iterator[tuple[Tensor, ...]] | None = None
-        visits = isinstance(parts.meta, Batches) and parts.meta.visits is not None
-        self.meta_folds = parts.meta if visits else None  # each epoch has meta images of its own
+        meta = parts.meta
+        # Each epoch has meta images of its own.
+        self.meta_folds = meta if isinstance(meta, Batches) and meta.visits is not None else None
         self.stopping = self.owed = False  # a stop that was asked for, a checkpoint that is due
         self.started = time.perf_counter() - p.seconds
 

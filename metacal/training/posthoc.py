@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from metacal.calibration.choice import AUTO, SCALINGS, fit_scaling
 from metacal.calibration.fitted import Scaling
 from metacal.calibration.temperature import TemperatureScaling
-from metacal.data import InputKind, Task, as_batches, as_split
-from metacal.data.kind import trained_on
+from metacal.data import Task, as_batches, as_split
+from metacal.data.kind import AnyKind, trained_on
 from metacal.data.wrap import input_kind, loader_batches
 from metacal.deploy import CalibratedModel
 from metacal.errors import require, require_choice
@@ -74,6 +74,7 @@ def calibrate(
         return fit_scaling(Predictions.from_logits(model, val), method, seed)
     require(val is not None, "val must be given: data (x, y) that the model was not trained on")
     image_size = None
+    trained: tuple[AnyKind, Task] | None
     if isinstance(model, CalibratedModel):
         backbone, trained, image_size = model.backbone, (model.kind, model.task), model.image_size
     else:
@@ -87,8 +88,8 @@ def calibrate(
 
 
 def _predictions(
-    backbone: Backbone, val: Any, trained: tuple[InputKind, Task] | None
-) -> tuple[Predictions, InputKind, Task]:
+    backbone: Backbone, val: Any, trained: tuple[AnyKind, Task] | None
+) -> tuple[Predictions, AnyKind, Task]:
     """The predictions of `val`, and what the backbone's inputs and classes are: those of its training, or of `val`."""
     first = next(backbone.parameters())
     if trained is not None:

@@ -173,7 +173,7 @@ def build_parts(
     """
     device = next(backbone.parameters()).device
     if config.memory_format == "channels_last":
-        backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        backbone.to(memory_format=torch.channels_last)
     require(
         not needs_meta(config) or meta is not None, f"method {config.method} sets its gammas by a meta split, got none"
     )

@@ -15,6 +15,8 @@ from torch import nn
 
 import metacal
 from metacal.cli import main
+from metacal.data.kind import InputKind, InputKinds, Task
+from metacal.data.reading import read_inputs
 from metacal.errors import InputError
 
 N, K = 30, 3
@@ -84,6 +86,13 @@ def test_arrays_with_and_without_labels(run: Path, tmp_path: Path, monkeypatch: 
     assert main(["predict", str(run), str(tmp_path / "b.npz"), "--out", str(tmp_path / "p.csv")]) == 0
     with open(tmp_path / "p.csv", newline="") as file:
         assert [row["label"] for row in csv.DictReader(file)][:3] == ["'=1+1", "dog", "eel"]
+
+
+def test_no_file_is_read_for_a_model_of_several_inputs(tmp_path: Path) -> None:
+    one = InputKind.of([torch.randn(4, 2)], None)
+    np.savez(tmp_path / "x.npz", x=np.zeros((3, 2), np.uint8))
+    with pytest.raises(InputError, match="the model takes 'left', 'right' together, which no file holds"):
+        read_inputs(tmp_path / "x.npz", InputKinds({"left": one, "right": one}), Task())
 
 
 def test_slips_of_prediction_are_one_sentence(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

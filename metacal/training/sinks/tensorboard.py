@@ -61,7 +61,7 @@ class TensorBoard:
     def start(self, config: Config, command: str) -> None:
         """The entry of the HParams tab, the config and the command as text."""
         for summary in (dashboards.experiment(config), dashboards.session_start(dashboards.hyperparameters(config))):
-            self._writer.file_writer.add_summary(summary)
+            self._add(summary)
         self.text("config", "```yaml\n" + to_yaml(config) + "```", 0)
         if command:
             self.text("command", f"`{command}`", 0)
@@ -83,7 +83,12 @@ class TensorBoard:
             if value.tag not in self._described:
                 self._described.add(value.tag)
                 value.metadata.CopyFrom(SummaryMetadata(summary_description=dashboards.describe(value.tag)))
-        self._writer.file_writer.add_summary(summary, step)
+        self._add(summary, step)
+
+    def _add(self, summary: Any, step: int | None = None) -> None:
+        events = self._writer.file_writer
+        assert events is not None  # until the writer is closed
+        events.add_summary(summary, step)
 
     def _arrange(self, tags: Iterable[str]) -> None:
         """Write the layout of the custom-scalars tab when new tags give it more charts; TensorBoard takes the last."""
@@ -128,7 +133,7 @@ class TensorBoard:
         self._write({k: summary[k] for k in dashboards.METRICS if k in summary and k[:4] != "val/"}, step)
         rows = [f"| {tag} | {dashboards.describe(tag)} |" for tag in sorted(self._described)]
         self.text("scalars", "\n".join(["| scalar | |", "|---|---|", *rows]), step)
-        self._writer.file_writer.add_summary(dashboards.session_end())
+        self._add(dashboards.session_end())
 
     def close(self, finished: bool) -> None:
         self._writer.close()

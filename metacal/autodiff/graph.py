@@ -13,6 +13,7 @@ from metacal.errors import InputError
 __all__ = [
     "below",
     "graph_names",
+    "has_hooks",
     "is_leaf",
     "kind_of",
     "leaf_under",
@@ -31,6 +32,20 @@ def below(node: Any) -> list[Any]:
 def is_leaf(node: Any) -> bool:
     """Whether a node stands for a leaf tensor, which is then its `variable`."""
     return hasattr(node, "variable")
+
+
+def has_hooks(node: Any) -> bool:
+    """Whether Python code has registered a hook on a node, before it or after it.
+
+    A node does not show its hooks: what registering one more gives back does.
+    """
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(lambda *_: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
 
 
 def nodes_of(*roots: Any) -> Iterator[Any]:

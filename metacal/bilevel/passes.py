@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from metacal.autodiff.derivatives import jv_by_reverse, recorded_gradient
+from metacal.autodiff.graph import has_hooks
 from metacal.autodiff.tape import Tape, carried
 from metacal.bilevel.reading import Check
 from metacal.errors import InputError, require
@@ -151,10 +153,14 @@ class Recorded(Pass):
 
 
 def check_unhooked(names: Sequence[str], params: Sequence[Tensor]) -> None:
-    """Raise `InputError` for a parameter whose gradient goes through a hook, maybe registered in the forward."""
+    """Raise `InputError` for a parameter whose gradient goes through a hook, maybe registered in the forward.
+
+    On the parameter, or on the node of the graph that adds to its `.grad`, which lasts as long as somebody holds it.
+    """
     for name, p in zip(names, params):
+        on_tensor = p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
         require(
-            not (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)),
+            not (on_tensor or has_hooks(get_gradient_edge(p).node)),
             f"backbone parameter {name} has a gradient hook, which no engine can differentiate: remove it, or change "
             "the loss instead of its gradient",
         )

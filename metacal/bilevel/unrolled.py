@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from metacal import ranks
 from metacal.bilevel.inner import Gradient, Inner
-from metacal.bilevel.passes import Engine
+from metacal.bilevel.passes import Engine, check_unhooked
 from metacal.bilevel.state import Snapshot, preserved
 from metacal.bilevel.window import OuterPart, full
 from metacal.errors import require, require_packages
@@ -174,7 +174,8 @@ class Unroller:
             self.window.steps.pop()
 
     def note(self, gradient: Gradient, norm: float | Tensor) -> None:
-        """Nothing is read of the step itself."""
+        """Nothing is read of the step itself, which is made again from its batch: hooks on its gradient are not."""
+        check_unhooked(self.inner.network.names, self.inner.network.params)
 
     def state_dict(self) -> dict[str, Any] | None:
         return None if self.window is None else self.window.state_dict()

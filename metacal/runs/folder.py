@@ -2,7 +2,8 @@
 
 config.yaml              every key; the copy in each checkpoint counts where they differ
 command.txt              what the run was started with
-metrics.jsonl            a line for each logged step: {"step": …, "epoch": …, "split": …, name: number or null, …}
+metrics.jsonl            a line for each logged step: {"step": …, "epoch": …, "split": …, name: number or null, …}; one
+                         that was found to have changed since it was written begins with # in place of {
 summary.json             written last, with the SHA-256 of itself and of metrics.jsonl under "digests"
 model.pt                 the calibrated model
 checkpoints/             last.pt, best.pt, and epochNNNN.pt of those that are kept
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from metacal.files import write_atomically
 from metacal.jsonio import to_json
 from metacal.runs import checkpoint
 
-__all__ = ["RunFolder", "check_run", "read_line", "read_metrics", "series_of"]
+__all__ = ["RunFolder", "check_run", "line_digest", "mark_changed", "read_line", "read_metrics", "series_of"]
 
 DIGESTS = "digests"
 
@@ -243,6 +244,29 @@ def read_line(text: bytes) -> dict[str, Any] | None:
         return None
     good = good and all(value is None or isinstance(value, _NUMBERS) for value in line.values())
     return {**line, "split": split} if good else None
+
+
+def line_digest(text: bytes) -> str:
+    """Of a line of metrics.jsonl, without its end: 64 bits of its SHA-256, in hexadecimal digits."""
+    return _digest(text)[:16]
+
+
+def mark_changed(file: Path, digests: Collection[str]) -> list[int]:
+    """Make a comment of every line of a metrics.jsonl that can be read and has none of these digests.
+
+    No line gets longer, since checkpoints know how long the file was. Returns the numbers (from 1) of these lines.
+    """
+    texts = file.read_bytes().split(b"\n")
+    changed = [
+        number
+        for number, text in enumerate(texts)
+        if read_line(text) is not None and line_digest(text) not in digests
+    ]
+    for number in changed:
+        texts[number] = b"#" + texts[number][1:]
+    if changed:
+        write_atomically(file, lambda handle: handle.write(b"\n".join(texts)))
+    return [number + 1 for number in changed]
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], list[int]]:

@@ -21,7 +21,7 @@ from rich.text import Text
 from metacal.config import Config
 from metacal.errors import InputError, RunError, note
 from metacal.report.cells import in_words
-from metacal.runs.folder import RunFolder, read_metrics
+from metacal.runs.folder import RunFolder, line_digest, mark_changed, read_metrics
 from metacal.training.sinks import Histogram, Sink, open_sink
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class RunLog:
         self._folder = None if folder is None else RunFolder(folder)
         self._sinks: dict[str, Sink] = {}
         self._file: Any = None
+        self._digests: list[str] = []  # of the lines of metrics.jsonl, for the next checkpoint
         self._finished = False
         self._began, self._drawing, self._drawn = time.perf_counter(), 0.0, 0
         if self._folder is None:
@@ -89,8 +90,13 @@ class RunLog:
                     file.write(b"\n")
         if lost > 0:
             note(f"{path} has lost its last {lost} bytes: what they held is missing from the curves")
-        if damaged := read_metrics(path)[1]:
+        changed = mark_changed(path, set(state["metrics_lines"])) if "metrics_lines" in state else []
+        if changed:
+            numbers = ", ".join(map(str, changed))
+            note(f"{path}: line {numbers} has changed since it was written: the curves leave out what it holds")
+        if damaged := [number for number in read_metrics(path)[1] if number not in changed]:
             note(f"{path}: line {', '.join(map(str, damaged))} cannot be read: the curves lack what they hold")
+        self._digests = [line_digest(text) for text in path.read_bytes().split(b"\n")[:-1]]
         if "figures_wait" not in state:  # of an older run
             return
         self.figures_wait = state["figures_wait"]
@@ -107,6 +113,7 @@ class RunLog:
         self._file.flush()
         state = {
             "metrics_bytes": self._file.tell(),
+            "metrics_lines": list(self._digests),
             "figures_wait": self.figures_wait,
             "elapsed": time.perf_counter() - self._began,
             "drawing": self._drawing,
@@ -126,7 +133,9 @@ class RunLog:
             by_split.setdefault(split, {})[measure] = value if math.isfinite(value) else None
         try:
             for split, measures in by_split.items():
-                self._file.write(json.dumps({"step": step, "epoch": epoch, "split": split, **measures}) + "\n")
+                line = json.dumps({"step": step, "epoch": epoch, "split": split, **measures})
+                self._file.write(line + "\n")
+                self._digests.append(line_digest(line.encode()))
             self._tell(lambda sink: sink.scalars(values, step, epoch))
         except OSError as error:
             raise RunError(f"{self._file.name} could not be written: {error.strerror}") from error

@@ -608,6 +608,31 @@ def test_hooks_on_parameters_and_of_losses_and_penalties(engine: str) -> None:
         hypergradient(meta, setting)
 
 
+@pytest.mark.parametrize("engine", [*ENGINES, "tangent", "higher"])
+def test_hooks_from_before_the_step(engine: str) -> None:
+    """On a parameter or on its node in the graph, which lives on in the graphs of the passes while it is held."""
+    setting = build("Hooked")
+    meta = metastep(setting, engine)
+    expected, weight = hypergradient(meta, setting), setting.net.net.b.weight
+    node = get_gradient_edge(weight).node
+
+    def after(*_: Any) -> None:
+        weight.grad.mul_(1.015)
+
+    for register, hook in (
+        (node.register_prehook, lambda gradients: (1.015 * gradients[0],)),
+        (node.register_hook, after),
+        (weight.register_hook, lambda gradient: 1.015 * gradient),
+        (weight.register_post_accumulate_grad_hook, after),
+    ):
+        handle = register(hook)
+        for attempt in (lambda: hypergradient(meta, setting), lambda: metastep(setting, engine)):
+            with pytest.raises(InputError, match=r"parameter net.b.weight has a gradient hook, which no engine"):
+                attempt()
+        handle.remove()
+    assert torch.equal(hypergradient(meta, setting), expected)
+
+
 def test_difference_looks_again_at_a_network_that_changes() -> None:
     """At products 1, 2, 4, … 64 and every 64th, and there nothing moves; a resumed step looks at the same ones."""
 

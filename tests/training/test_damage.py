@@ -12,6 +12,7 @@ import torch
 from metacal.cli import main
 from metacal.runs import checkpoint
 from metacal.runs.folder import RunFolder, read_line, read_metrics
+from metacal.training.logging import RunLog
 
 WORDS = ["method=gamma_net", "model.hidden=[8]", "data.train_size=200", "epochs=2", "monitor.resamples=0", "threads=1"]
 
@@ -108,13 +109,39 @@ def test_damaged_lines_of_the_log_are_told_and_left_out(run, capsys):
     assert read_metrics(file)[1] == [2]
     assert main(["compare", str(run)]) == 0
     assert "Left out of curves and step costs: line 2 of" in capsys.readouterr().out
-    file.write_bytes(whole[:-100])
+    lines = whole.split(b"\n")
+    for number, bit in ((1, 2), (3, 4)):  # both can still be read
+        start = lines[number].index(b": ", 40) + 2
+        lines[number] = lines[number][:start] + bytes([lines[number][start] ^ bit]) + lines[number][start + 1 :]
+        assert read_line(lines[number]) is not None
+    file.write_bytes(b"\n".join(lines))
     (run / "summary.json").unlink()
+    for said in ("line 2, 4 has changed since it was written", "line 2, 4 cannot be read"):
+        assert main(["train", f"resume={run}"]) == 0
+        assert f"metrics.jsonl: {said}" in capsys.readouterr().err
+        assert read_metrics(file)[0] == [read_line(line) for i, line in enumerate(lines[:-1]) if i not in (1, 3)]
+        (run / "summary.json").unlink()
+    file.write_bytes(whole[:-100])
     assert main(["train", f"resume={run}"]) == 0
     assert "metrics.jsonl has lost its last 100 bytes" in capsys.readouterr().err
     file.unlink()
     (run / "summary.json").unlink()
     assert main(["train", f"resume={run}"]) == 0
+
+
+def test_no_flipped_bit_of_the_log_is_read_when_it_goes_on(run, tmp_path):
+    """Whichever bit it is: what can be read afterwards are lines that the run wrote."""
+    state = checkpoint.load(run / "checkpoints" / "last.pt")["log"]
+    whole = (run / "metrics.jsonl").read_bytes()
+    written = read_metrics(run / "metrics.jsonl")[0]
+    for position in range(0, 8 * len(whole), 8 * len(whole) // 60):
+        flipped = bytearray(whole)
+        flipped[position // 8] ^= 1 << (position % 8)
+        (tmp_path / "metrics.jsonl").write_bytes(flipped)
+        RunLog(tmp_path, resume=state, sinks=()).close()
+        lines, unread = read_metrics(tmp_path / "metrics.jsonl")
+        assert all(line in written for line in lines) and len(unread) == 1
+        assert len(lines) in (len(written) - 1, len(written) - 2)  # of two where what parts them is flipped
 
 
 def test_a_number_that_has_changed_in_the_summary_or_the_log_is_told_and_left_out(run, capsys):

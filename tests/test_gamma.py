@@ -370,6 +370,7 @@ def test_bad_arguments() -> None:
         (lambda: AdaFocal(gamma_init=0.1), "gamma_init must be in .* at least threshold = 0.2 in size, got 0.1"),
         (lambda: AdaFocal(gamma_init=21.0), r"gamma_init must be in \[-2.0, 20.0\]"),
         (lambda: AdaFocal(gamma_min=-0.1), "gamma_min and gamma_max must be at or beyond"),
+        (lambda: GammaNet(5)(None), "features must be given: .* logits alone; give Backbone"),
         (lambda: GammaNet(5)(torch.randn(3, 4)), r"features must have shape \(N, 5\), got \(3, 4\)"),
     ]:
         with pytest.raises(InputError, match=match):

@@ -19,7 +19,10 @@ from torch import Tensor
 
 from metacal.bilevel.state import Gate
 
-__all__ = ["Check", "Ledger", "NonFiniteError", "Report", "read_all"]
+__all__ = ["OUTER", "Check", "Ledger", "NonFiniteError", "Report", "read_all"]
+
+OUTER = ("outer", "hypergradient_norm")
+"""The numbers of an outer part that must be finite."""
 
 Check = tuple[Tensor, Callable[[], Exception]]
 """A 0-d bool on the device, true where all is well, and what to raise where it is false."""

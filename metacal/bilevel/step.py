@@ -15,7 +15,7 @@ from metacal.autodiff.derivatives import naming_reentrant_checkpoints
 from metacal.bilevel.build import build_window, check_parameters, check_parts, on_backbone
 from metacal.bilevel.engines import ENGINES
 from metacal.bilevel.inner import Batch, Gradient, Inner, Last, Mix, check_batch, prepared
-from metacal.bilevel.reading import Ledger, NonFiniteError, Report
+from metacal.bilevel.reading import OUTER, Ledger, NonFiniteError, Report
 from metacal.bilevel.signal import Signal
 from metacal.bilevel.state import Gate, Snapshot, Undo, held_on, preserved, state_tensors
 from metacal.bilevel.tangent import TANGENT
@@ -26,7 +26,7 @@ from metacal.calibration.surrogates import Outer, build_outer
 from metacal.errors import InputError, require, require_choice
 from metacal.network import Network, on_copies
 from metacal.objective import Loss, Penalty, Term, build_loss, build_penalties
-from metacal.optim.transpose import check_sparse, check_supported, total_norm
+from metacal.optim.transpose import check_sparse, check_step_hooks, check_supported, total_norm
 
 __all__ = ["Last", "MetaStep", "NonFiniteError"]
 
@@ -205,7 +205,7 @@ class MetaStep:
         if hypergradient is not None:
             self._tried = True
             try:
-                self._ledger.require_finite(report, _OUTER, number)
+                self._ledger.require_finite(report, OUTER, number)
             except NonFiniteError:
                 if self.nonfinite == "raise":
                     raise
@@ -272,7 +272,7 @@ class MetaStep:
         finally:
             self.engine.load_state(carried)
             self.last, self.inner.details, self.window = last, details, window
-        self._ledger.require_finite(report, _OUTER, self.count)
+        self._ledger.require_finite(report, OUTER, self.count)
         assert hypergradient is not None
         return hypergradient
 
@@ -308,6 +308,7 @@ class MetaStep:
         """
         undo = Undo(x.device, self.network.model, self.gamma_net)
         if kept:
+            check_step_hooks(self.optimizer)
             self.window.begin(x, y, count, self.epoch)
         try:
             batch = self.inner.batch(x, y, count, self.epoch)
@@ -395,6 +396,3 @@ class MetaStep:
         self.window.load_state_dict(state.get("window"))
         if "signal" in state:  # a checkpoint of an older version has none
             self.signal.load_state_dict(state["signal"])
-
-
-_OUTER = ("outer", "hypergradient_norm")

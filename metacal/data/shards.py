@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 from typing import BinaryIO
@@ -122,12 +123,15 @@ _OBJECT = ' of a JSON object with a "label"'
 def class_indices(labels: list[str], names: list[str] | None, what: str) -> tuple[np.ndarray, list[str]]:
     """Labels as int64 (n,), and the names of the classes.
 
-    Without `names`, those of the training set: labels that are all whole numbers are indices, 0..K-1, and others names,
-    in the order of the alphabet. Raises `InputError` for a label that is none of the classes.
+    Without `names`, those of the training set: labels that are all whole numbers, written without zeros before them,
+    are indices, 0..K-1, and others names, in the order of the alphabet. Raises `InputError` for a label that is none of
+    the classes, and for an index so high that some class can have no sample.
     """
     if names is None:
-        if all(label.isascii() and label.isdigit() for label in labels):
-            names = [str(k) for k in range(max(map(int, labels)) + 1)]
+        if all(re.fullmatch("0|[1-9][0-9]{0,17}", label) for label in labels):
+            most = max(map(int, labels))
+            require(most < len(labels), f"{what} has the label {most}, and {len(labels)} samples for 0..{most}")
+            names = [str(k) for k in range(most + 1)]
         else:
             names = sorted(set(labels))
     index = {name: k for k, name in enumerate(names)}

@@ -132,7 +132,7 @@ def _inputs(x: np.ndarray, what: str) -> tuple[np.ndarray, float | None]:
 
 
 def _labels(y: np.ndarray, what: str, n: int, n_classes: int | None) -> np.ndarray:
-    """`y` as int64 `(n,)`, checked to be integers in 0..n_classes-1 (from 0 on, if that is None)."""
+    """`y` as int64 `(n,)`, checked to be integers in 0..n_classes-1; with None, of which n samples can have all."""
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     require(y.ndim == 1, f"{what} must hold one class index a sample, shape (n,), got shape {y.shape}")
@@ -140,12 +140,13 @@ def _labels(y: np.ndarray, what: str, n: int, n_classes: int | None) -> np.ndarr
     require(y.dtype.kind in "biuf", f"{what} must hold integers 0..K-1, got {y.dtype}")
     with np.errstate(invalid="ignore"):
         whole = y.astype(np.int64)
-    top = n_classes - 1 if n_classes is not None else np.iinfo(np.int64).max
+    top = (n if n_classes is None else n_classes) - 1
     bad = (whole != y) | (whole < 0) | (whole > top)
     if bad.any():
         i = int(bad.argmax())
         limit = "K-1" if n_classes is None else str(top)
-        raise InputError(f"{what} must hold integers in 0..{limit}, got {y[i]} at index {i}")
+        more = f": {n} samples have fewer classes than that" if n_classes is None and whole[i] > top else ""
+        raise InputError(f"{what} must hold integers in 0..{limit}, got {y[i]} at index {i}{more}")
     return whole
 
 

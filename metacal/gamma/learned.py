@@ -257,7 +257,7 @@ class GammaNet(nn.Module):
 
     def forward(
         self,
-        features: Tensor,
+        features: Tensor | None,
         *,
         labels: Tensor | None = None,
         inputs: Tensor | None = None,
@@ -279,7 +279,7 @@ class GammaNet(nn.Module):
         return cap(score, self.tau, self.gamma_max, self.gamma_min)
 
     @torch.no_grad()
-    def observe(self, features: Tensor, *, inputs: Tensor | None = None, **_: object) -> None:
+    def observe(self, features: Tensor | None, *, inputs: Tensor | None = None, **_: object) -> None:
         """Update the running mean and variance from one training batch.
 
         A cumulative average over the first 1 / momentum batches, exponential from then on.
@@ -292,20 +292,25 @@ class GammaNet(nn.Module):
         self.mean.lerp_(mean, rate)
         self.var.lerp_(var, rate)
 
-    def _seen(self, features: Tensor, inputs: Tensor | None, start: int = 0, total: int | None = None) -> Tensor:
+    def _seen(self, features: Tensor | None, inputs: Tensor | None, start: int = 0, total: int | None = None) -> Tensor:
         """What the net looks at, `(N, D)`, detached, in the net's own precision."""
         dtype = self.last.weight.dtype
+        if self.input == "random":
+            if inputs is None:
+                raise InputError("inputs must be given: this GammaNet reads random features of the network's input")
+            flat = inputs.detach().flatten(1).to(dtype)
+            return torch.tanh(flat @ self._project(flat))
+        if features is None:
+            raise InputError(
+                "features must be given: this GammaNet reads them, and the model returns logits alone; give "
+                "Backbone(model)"
+            )
         if self.input == "noise":
             # the CPU generator reads 32 bits of a seed: both numbers must be mixed into these
             mixed = (self.seed * 0x9E3779B1 + int(self.batches)) % 2**32
             generator = torch.Generator().manual_seed(mixed)
             noise = torch.randn(total or len(features), self.in_features, generator=generator)
             return sent(noise[start : start + len(features)], features.device).to(dtype)
-        if self.input == "random":
-            if inputs is None:
-                raise InputError("inputs must be given: this GammaNet reads random features of the network's input")
-            flat = inputs.detach().flatten(1).to(dtype)
-            return torch.tanh(flat @ self._project(flat))
         require(
             features.dim() == 2 and features.shape[1] == self.in_features,
             f"features must have shape (N, {self.in_features}), got {tuple(features.shape)}",

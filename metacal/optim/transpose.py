@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from metacal.errors import InputError
+from metacal.errors import InputError, require
 
 __all__ = [
     "TRANSPOSES",
@@ -31,6 +32,7 @@ __all__ = [
     "adam_group",
     "by_groups",
     "check_sparse",
+    "check_step_hooks",
     "check_supported",
     "clips",
     "kept_gradients",
@@ -61,6 +63,18 @@ class GroupTranspose(NamedTuple):
 def check_supported(optimizer: Optimizer) -> None:
     """Raise `InputError` unless the step of this optimizer, and of one inside it, can be differentiated."""
     transposed_update(optimizer, [])
+    check_step_hooks(optimizer)
+
+
+def check_step_hooks(optimizer: Optimizer) -> None:
+    """Raise `InputError` for a hook that runs before the step, of this optimizer or of all: no transpose sees it."""
+    hooks = [_global_optimizer_pre_hooks]
+    hooks += [getattr(part, "_optimizer_step_pre_hooks", {}) for part in (optimizer, getattr(optimizer, "base", None))]
+    require(
+        not any(hooks),
+        "optimizer has a hook that runs before its step and may change the gradient, which no engine can "
+        "differentiate: remove it, or change the loss instead of its gradient",
+    )
 
 
 def check_sparse(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:

@@ -258,9 +258,7 @@ def mark_changed(file: Path, digests: Collection[str]) -> list[int]:
     """
     texts = file.read_bytes().split(b"\n")
     changed = [
-        number
-        for number, text in enumerate(texts)
-        if read_line(text) is not None and line_digest(text) not in digests
+        number for number, text in enumerate(texts) if read_line(text) is not None and line_digest(text) not in digests
     ]
     for number in changed:
         texts[number] = b"#" + texts[number][1:]

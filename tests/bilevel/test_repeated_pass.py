@@ -630,6 +630,16 @@ def test_hooks_from_before_the_step(engine: str) -> None:
             with pytest.raises(InputError, match=r"parameter net.b.weight has a gradient hook, which no engine"):
                 attempt()
         handle.remove()
+    handle = setting.optimizer.register_step_pre_hook(after)
+    batches = setting.x.clone(), setting.y, setting.x_meta.clone(), setting.y_meta
+    for attempt in (
+        lambda: hypergradient(meta, setting),
+        lambda: meta.step(*batches),
+        lambda: metastep(setting, engine),
+    ):
+        with pytest.raises(InputError, match="optimizer has a hook that runs before its step"):
+            attempt()
+    handle.remove()
     assert torch.equal(hypergradient(meta, setting), expected)
 
 

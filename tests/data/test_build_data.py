@@ -234,6 +234,7 @@ class TestNpz:
             ({"x_train": np.full((200, 2), 1e300), "x_test": np.ones((50, 2))}, "x_train of .* infinite values in 200"),
             ({"y_train": np.arange(200) % 4 - 1}, r"y_train of .* must hold integers in 0..K-1, got -1 at index 0"),
             ({"y_train": np.arange(200) % 4 + 0.5}, r"must hold integers in 0..K-1, got 0.5 at index 0"),
+            ({"y_train": np.arange(200) * 10**15}, "got 1000000000000000 at index 1: 200 samples have fewer classes"),
             ({"y_test": np.arange(50) % 5}, r"y_test of .* must hold integers in 0..3, got 4 at index 4"),
             ({"y_train": np.eye(4)[np.arange(200) % 4]}, r"shape \(n,\), got shape \(200, 4\)"),
             ({"y_train": np.array(["a"] * 200)}, "must hold integers 0..K-1, got <U1"),

@@ -23,6 +23,7 @@ from torch import Tensor
 from metacal.cli import main
 from metacal.data import Batches, build_data
 from metacal.data.options import DataConfig
+from metacal.data.shards import class_indices
 from metacal.data.splits import by_shard
 from metacal.errors import InputError
 
@@ -156,6 +157,10 @@ def test_bad_shards_are_named(tmp_path: Path) -> None:
     write_shards(tmp_path / "other/test", 20, 3, 4, shards=1)
     with pytest.raises(InputError, match="has the label '2', unknown in train, which has 2 classes"):
         build_data(DataConfig("shards", path=str(tmp_path / "other")))
+    with pytest.raises(InputError, match=r"train has the label 10000000000, and 2 samples for 0\.\.1"):
+        class_indices(["0", "10000000000"], None, "train")
+    for texts in (["007", "1"], ["9" * 5000, "1"]):  # names
+        assert class_indices(texts, None, "train")[1] == sorted(texts)
 
 
 @pytest.mark.slow
@@ -188,6 +193,7 @@ def test_a_thousand_classes_stream_train_stop_and_resume_bit_for_bit(source: str
         "checkpoint_every=0.1",
         "threads=1",
         "monitor.resamples=0",
+        "monitor.figures_every=0",
         "baselines=[]",
     ]
     assert main(["train", *words, f"run_dir={tmp_path / 'whole'}"]) == 0

@@ -14,7 +14,15 @@ from metacal.runs import checkpoint
 from metacal.runs.folder import RunFolder, read_line, read_metrics
 from metacal.training.logging import RunLog
 
-WORDS = ["method=gamma_net", "model.hidden=[8]", "data.train_size=200", "epochs=2", "monitor.resamples=0", "threads=1"]
+WORDS = [
+    "method=gamma_net",
+    "model.hidden=[8]",
+    "data.train_size=200",
+    "epochs=2",
+    "monitor.resamples=0",
+    "monitor.figures_every=0",
+    "threads=1",
+]
 
 
 @pytest.fixture(scope="module")

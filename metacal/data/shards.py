@@ -60,7 +60,8 @@ def index_shards(paths: list[Path], first: int) -> tuple[np.ndarray, list[str]]:
     """`rows` of `TarFiles` for the samples of shards, numbered from `first`, and the label of each as it is written.
 
     Reads the headers of the members, and the labels. Raises `InputError` for damaged or compressed files, for an image
-    without a label or with two of them, and for a label without an image, naming the shard and the sample.
+    without a label or with two of them, for a label without an image, and for links, as tar has them of files that are
+    one on the disk, naming the shard and the sample.
     """
     rows: list[np.ndarray] = []
     labels: list[str] = []
@@ -92,8 +93,13 @@ def _members(path: Path, tar: tarfile.TarFile) -> tuple[dict[str, tuple[int, int
         stem, dot, suffix = name.partition(".")
         suffix = (dot + suffix).lower()
         key = f"{folder}/{stem}" if folder else stem
-        if not member.isfile() or suffix not in (*IMAGE_SUFFIXES, *_LABELS):
+        if member.isdir() or suffix not in (*IMAGE_SUFFIXES, *_LABELS):
             continue
+        require(
+            member.isfile() and not member.issparse(),
+            f"{member.name} of shard {path} must be a whole file, it is a link or sparse: pack it without --sparse, "
+            "with --dereference --hard-dereference",
+        )
         table: dict = images if suffix in IMAGE_SUFFIXES else texts
         what = "images" if suffix in IMAGE_SUFFIXES else "labels"
         require(key not in table, f"sample {key} of shard {path} has two {what}")

@@ -134,7 +134,13 @@ def bad_shards(root: Path) -> dict[str, str]:
     }
     for name, (members, _) in cases.items():
         write_shard(root / name / "0.tar", members)
-    return {name: message for name, (_, message) in cases.items()}
+    write_shard(root / "links" / "0.tar", {"1.png": image, "1.cls": b"0"})
+    with tarfile.open(root / "links" / "0.tar", "a") as tar:  # a sample that would be left out with its label
+        for suffix in ("png", "cls"):
+            link = tarfile.TarInfo(f"2.{suffix}")
+            link.type, link.linkname = tarfile.LNKTYPE, f"1.{suffix}"
+            tar.addfile(link)
+    return {name: message for name, (_, message) in cases.items()} | {"links": "2.png of shard .* is a link or sparse"}
 
 
 def test_bad_shards_are_named(tmp_path: Path) -> None:

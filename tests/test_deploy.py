@@ -59,7 +59,19 @@ def test_another_process_makes_the_same_probabilities(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "digits"
-    assert main(["train", f"run_dir={folder}", "epochs=1", "monitor.resamples=0", "progress=false"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                f"run_dir={folder}",
+                "epochs=1",
+                "monitor.resamples=0",
+                "monitor.figures_every=0",
+                "progress=false",
+            ]
+        )
+        == 0
+    )
     return folder
 
 
@@ -132,7 +144,14 @@ def test_pictures_are_resized_as_in_training(tmp_path: Path) -> None:
         Image.fromarray(rng.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     words = ["data=folder", f"data.path={tmp_path / 'images'}", "data.image_size=8", "method=cross_entropy"]
     words += ["data.meta_size=2", "data.val_size=4", "data.test_size=4"]
-    words += [f"run_dir={tmp_path / 'run'}", "epochs=1", "monitor.resamples=0", "progress=false", "data.workers=0"]
+    words += [
+        f"run_dir={tmp_path / 'run'}",
+        "epochs=1",
+        "monitor.resamples=0",
+        "monitor.figures_every=0",
+        "progress=false",
+        "data.workers=0",
+    ]
     assert main(["train", *words]) == 0
     from metacal.training.saved import load_run
 

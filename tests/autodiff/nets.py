@@ -30,7 +30,7 @@ class Residual(nn.Module):
 class Attention(nn.Module):
     """Tokens, position embedding, one pre-norm attention block with fused attention, mean pooling."""
 
-    def __init__(self, d: int = 6) -> None:
+    def __init__(self, d: int = 4) -> None:
         super().__init__()
         self.embed, self.position = nn.Linear(3, d), nn.Parameter(torch.randn(1, 5, d) * 0.3)
         self.norm, self.qkv, self.out = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
@@ -50,7 +50,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.shared, self.head = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, K)
+        self.first, self.shared, self.head = nn.Linear(6, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, K)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.shared(torch.tanh(self.shared(torch.tanh(self.first(x)))))))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -77,13 +75,3 @@ def test_labels_beside_predictions_and_arrays_beside_them_are_refused():
     ):
         with pytest.raises(InputError, match=r"^p2? must be a Predictions, got Tensor: .*from_logits"):
             call()
-
-
-def test_measuring_imports_no_trainer():
-    code = (
-        "import sys, metacal; metacal.calibration.ece([[0.25, 0.75]], [1]); metacal.calibration.surrogates;"
-        "heavy = {'torchvision', 'hydra', 'omegaconf', 'tensorboard', 'matplotlib', 'sklearn', 'rich'};"
-        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -101,7 +101,14 @@ def test_all_unfinished_says_why_each_is(tmp_path, capsys):
 
 
 def test_runs_of_the_trainer_can_be_compared(tmp_path, capsys):
-    words = ["method=cross_entropy", "baselines=[focal]", "epochs=3", "monitor.resamples=0", "progress=false"]
+    words = [
+        "method=cross_entropy",
+        "baselines=[focal]",
+        "epochs=3",
+        "monitor.resamples=0",
+        "monitor.figures_every=0",
+        "progress=false",
+    ]
     words += ["model.hidden=[8]", "data.train_size=300", "threads=1", "select=ece"]
     for seed in range(2):
         assert main(["train", *words, f"seed={seed}", f"runs={tmp_path}"]) == 0

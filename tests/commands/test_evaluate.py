@@ -20,7 +20,15 @@ from metacal.predictions import Predictions
 from metacal.report.ensemble import average
 from metacal.training.saved import load_run
 
-WORDS = ["model.hidden=[8]", "data.train_size=300", "epochs=3", "threads=1", "monitor.resamples=0", "progress=false"]
+WORDS = [
+    "model.hidden=[8]",
+    "data.train_size=300",
+    "epochs=3",
+    "threads=1",
+    "monitor.resamples=0",
+    "monitor.figures_every=0",
+    "progress=false",
+]
 
 
 def train(folder: Path, *more: str) -> Path:

@@ -33,13 +33,13 @@ def no_hydra_state():
     HydraConfig.instance().cfg = None
 
 
-def test_a_grid_on_submitits_local_executor(tmp_path):
-    words = [sys.executable, "-m", "metacal", "train", "-m", *TINY, "epochs=1", "optimizer.lr=0.1,0.2"]
-    words += ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 runs, 2 finished" in done.stdout
-    assert "compare them: metacal compare runs/default" in done.stdout
+def test_a_grid_on_submitits_local_executor(tmp_path, monkeypatch, capfd, no_hydra_state):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "-m", *TINY, "epochs=1", "optimizer.lr=0.1,0.2"]
+    assert main([*words, "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]) == 0
+    out, _ = capfd.readouterr()
+    assert "2 runs, 2 finished" in out
+    assert "compare them: metacal compare runs/default" in out
     for lr in ("0.1", "0.2"):
         folder = tmp_path / "runs/default" / FOLDER.format(1, lr) / "seed0"
         summary = json.loads((folder / "summary.json").read_text())

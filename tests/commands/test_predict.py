@@ -35,7 +35,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(rng.integers(0, 256, (9, 8, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     words = ["data=folder", f"data.path={place / 'train'}", "data.image_size=8", "method=cross_entropy", "model=cnn"]
     words += ["data.meta_size=3", "data.val_size=6", "data.test_size=6", "data.workers=0"]
-    words += [f"run_dir={place / 'run'}", "epochs=1", "monitor.resamples=0", "progress=false"]
+    words += [
+        f"run_dir={place / 'run'}",
+        "epochs=1",
+        "monitor.resamples=0",
+        "monitor.figures_every=0",
+        "progress=false",
+    ]
     assert main(["train", *words]) == 0
     return place / "run"
 

@@ -270,12 +270,15 @@ def test_mixed_precision_around_it_changes_nothing() -> None:
         torch.testing.assert_close(found, expected)
 
 
+# Up to 64 numbers each: as many rows of signs are gone through as the next power of two has.
+
+
 class Doubled(nn.Module):
     """A weight that is used in two layers of a row."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, K)
+        self.first, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, K)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.first(torch.tanh(self.first(x)))))
@@ -286,7 +289,7 @@ class Normal(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.first, self.head = nn.LayerNorm(6), nn.Linear(6, 5), nn.Linear(5, K)
+        self.norm, self.first, self.head = nn.LayerNorm(6, elementwise_affine=False), nn.Linear(6, 5), nn.Linear(5, K)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.special.ndtr(self.norm(self.first(x) @ x.new_ones(5, 6))[:, :5]))
@@ -317,7 +320,7 @@ class TwoFaced(nn.Module):
 
 
 def _normed() -> nn.Module:
-    return nn.Sequential(weight_norm(nn.Linear(6, 5)), nn.Tanh(), nn.RMSNorm(5), nn.Linear(5, K))
+    return nn.Sequential(weight_norm(nn.Linear(6, 4)), nn.Tanh(), nn.RMSNorm(4), nn.Linear(4, K))
 
 
 class _Normal(nn.Module):
@@ -326,7 +329,7 @@ class _Normal(nn.Module):
 
 
 def _normed_normal() -> nn.Module:
-    return nn.Sequential(weight_norm(nn.Linear(6, 5)), _Normal(), nn.RMSNorm(5), nn.Linear(5, K))
+    return nn.Sequential(weight_norm(nn.Linear(6, 4)), _Normal(), nn.RMSNorm(4), nn.Linear(4, K))
 
 
 class NativeNorm(nn.Module):

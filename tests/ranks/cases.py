@@ -28,7 +28,7 @@ from metacal.pixels import Pixels
 from metacal.predictions import Predictions
 from metacal.training.setup import Parts, build_parts
 
-K, SHAPE, STEPS = 4, (2, 4, 4), 20
+K, SHAPE, STEPS = 4, (2, 4, 4), 10
 
 Made = dict[str, Tensor]
 
@@ -79,26 +79,26 @@ def share(n: int, step: int) -> slice:
     return slice(start, n if ranks.rank() == ranks.size() - 1 else min(start + 1, n))
 
 
-def batches(dtype: torch.dtype, full: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def batches(dtype: torch.dtype, steps: int, full: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Of 11 samples and 9 meta samples; unless `full`, every fifth of one sample, and the last meta batch too."""
     generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        n, m = 1 if step % 5 == 4 and not full else 11, 1 if step == STEPS - 1 and not full else 9
+    for step in range(steps):
+        n, m = 1 if step % 5 == 4 and not full else 11, 1 if step == steps - 1 and not full else 9
         x, x_meta = (torch.rand(count, *SHAPE, generator=generator, dtype=torch.float64).to(dtype) for count in (n, m))
         y, y_meta = (torch.randint(K, (count,), generator=generator) for count in (n, m))
         yield x, y, x_meta, y_meta
 
 
-def train(words: str, dtype: torch.dtype = torch.float64, norm: bool = False) -> Made:
+def train(words: str, dtype: torch.dtype = torch.float64, norm: bool = False, steps: int = STEPS) -> Made:
     """Everything that a training leaves: parameters, states, and all numbers of all steps.
 
     norm: of a network with batch normalisation over all ranks, and no batch of one sample, which that cannot take.
     """
     parts = parts_of(words, dtype, norm)
     values: dict[str, list[float]] = {}
-    for step, (x, y, x_meta, y_meta) in enumerate(batches(dtype, full=norm)):
+    for step, (x, y, x_meta, y_meta) in enumerate(batches(dtype, steps, full=norm)):
         here, meta = share(len(x), step), share(len(x_meta), step)
-        if step == STEPS - 1:
+        if step == steps - 1:
             parts.step.detail()
         for name, value in parts.step.step(x[here], y[here], x_meta[meta], y_meta[meta]).items():
             if not name.startswith("time/"):
@@ -212,8 +212,8 @@ CASES: dict[str, Callable[[], Made]] = {
     "normalised, forward": partial(train, f"{NET} optimizer.lr=0.02 penalties.hessian_trace.weight=0.01", norm=True),
     "normalised, reverse": partial(train, f"{NET} meta.engine=reverse {OPTIMIZERS['adam']}", norm=True),
     "products": products,
-    "gamma_net, float32": partial(train, TRAININGS["gamma_net, sgd"], torch.float32),
-    "default, float32": partial(train, f"method=metacal {OPTIMIZERS['sgd']}", torch.float32),
+    "gamma_net, float32": partial(train, TRAININGS["gamma_net, sgd"], torch.float32, steps=2 * STEPS),
+    "default, float32": partial(train, f"method=metacal {OPTIMIZERS['sgd']}", torch.float32, steps=2 * STEPS),
 }
 SLOW: dict[str, Callable[[], dict[str, Any]]] = {
     **CASES,

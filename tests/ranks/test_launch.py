@@ -172,6 +172,7 @@ WORDS = [
     "epochs=6",
     "threads=1",
     "monitor.resamples=20",
+    "monitor.figures_every=0",
     "monitor.every=9",
     "monitor.subset=40",
     "monitor.max_share=null",
@@ -330,7 +331,7 @@ def test_ranks_that_differ_end_with_one_sentence(tmp_path):
         x = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32) + shift
         np.savez(tmp_path / name / "data.npz", x_train=x, y_train=np.arange(200) % 2)
     words = ["method=cross_entropy", "model.hidden=[4]", "data=npz", "data.path=data.npz", "epochs=1", "progress=false"]
-    words += ["monitor.resamples=0"]
+    words += ["monitor.resamples=0", "monitor.figures_every=0"]
     a, b = tmp_path / "a", tmp_path / "b"
     for second, cwd, sentence in (
         ([*words, "optimizer.lr=0.2"], a, "all ranks must be started alike: optimizer.lr is 0."),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
-import matplotlib
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -133,20 +130,6 @@ def test_one_gamma_for_all_and_one_sample_can_be_drawn(tmp_path):
         assert figure.axes[0].get_legend().get_title().get_text() == "rank correlation nan"
     with pytest.raises(InputError, match="one shape"):
         gamma_scatter(torch.rand(3), torch.rand(4), torch.rand(4) > 0)
-
-
-def test_no_pyplot_is_imported(tmp_path):
-    import subprocess
-
-    code = (
-        "import sys, torch; from metacal.predictions import Predictions;"
-        "from metacal.report import reliability_diagram;"
-        "reliability_diagram(Predictions.from_logits(torch.eye(3), torch.arange(3)));"
-        "assert 'matplotlib.pyplot' not in sys.modules"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={"MPLCONFIGDIR": matplotlib.get_configdir(), "PYTHONPATH": "."}
-    )
 
 
 def test_type_is_at_least_11_pixels_where_figures_have_100_dots_an_inch():

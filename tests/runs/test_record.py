@@ -48,7 +48,14 @@ def test_words_that_name_no_run_are_refused(tmp_path):
 
 def test_runs_that_differ_by_seed_and_bookkeeping_are_one_group(tmp_path):
     write_run(tmp_path / "a", ["method=focal", "threads=1", "monitor=full", "data.workers=0"], 1)
-    own = ["name=other", "keep_every=2", "checkpoint_every=0.5", "monitor.resamples=0", "monitor.histograms=false"]
+    own = [
+        "name=other",
+        "keep_every=2",
+        "checkpoint_every=0.5",
+        "monitor.resamples=0",
+        "monitor.figures_every=0",
+        "monitor.histograms=false",
+    ]
     write_run(tmp_path / "b", ["method=focal", *own], 0)
     (group,) = groups_of(tmp_path)
     assert group.seeds == (0, 1) and group.label == "focal" and not group.differs

@@ -27,7 +27,13 @@ def assert_says_where_its_numbers_come_from(text: str, study: Study) -> None:
 def study(tmp_path_factory) -> Study:
     folder = tmp_path_factory.mktemp("study")
     words = ["method=cross_entropy,focal", "optimizer=sgd,adamw", "seed=0,1", "epochs=1", "model.hidden=[8]"]
-    words += ["data.train_size=200", "monitor.resamples=0", f"runs={folder}", "progress=false"]
+    words += [
+        "data.train_size=200",
+        "monitor.resamples=0",
+        "monitor.figures_every=0",
+        f"runs={folder}",
+        "progress=false",
+    ]
     jobs = [dataclasses.replace(job, label=job.config.method) for job in grid_jobs(words)]
     for job in jobs:
         assert run(job.config, job.folder, job.words).status == 0

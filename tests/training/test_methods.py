@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference.run_folders import composed
 
 import metacal
 from metacal.config.compose import compose, config_dir
@@ -40,7 +41,7 @@ OPTIMIZERS = sorted(file.stem for file in (config_dir() / "optimizer").glob("*.y
 
 def parts_of(words: list[str]) -> tuple:
     """Config, parts and watch of the run that `words` describe."""
-    config = compose(words)
+    config = composed(tuple(words))
     device = torch.device("cpu")
     data = prepare_data(config, device)
     backbone = build_backbone(config, data, device)

@@ -227,7 +227,14 @@ def test_a_watch_resumes_with_its_account_and_its_monitors_state(now, problem):
 def test_full_monitor_in_a_run_and_curvature_of_its_checkpoints(tmp_path, capsys):
     folder = tmp_path / "run"
     words = ["train", "model.hidden=[8]", "data.train_size=200", "epochs=4", "keep_every=2", f"run_dir={folder}"]
-    full = ["monitor=full", "monitor.every=2", "monitor.subset=64", "monitor.max_share=null", "monitor.resamples=0"]
+    full = [
+        "monitor=full",
+        "monitor.every=2",
+        "monitor.subset=64",
+        "monitor.max_share=null",
+        "monitor.resamples=0",
+        "monitor.figures_every=0",
+    ]
     assert main([*words, *full]) == 0
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     splits = {line["split"] for line in lines}
@@ -262,7 +269,15 @@ def test_the_curvature_of_the_loss_that_is_trained(problem, tmp_path, capsys):
         expected = measure(backbone, x, y, 1e-6, loss=Focal(gamma)).value
         assert values[f"curvature/{name}"] == pytest.approx(expected, rel=1e-3)
     assert seen == [3, 3] and "curvature/certificate_ratio" not in values
-    words = ["train", "model.hidden=[8]", "data.train_size=200", "epochs=1", "monitor.resamples=0", "monitor=full"]
+    words = [
+        "train",
+        "model.hidden=[8]",
+        "data.train_size=200",
+        "epochs=1",
+        "monitor.resamples=0",
+        "monitor.figures_every=0",
+        "monitor=full",
+    ]
     words += ["monitor.every=1", "monitor.subset=64", "monitor.max_share=null", "monitor.curvature_loss=trained"]
     assert main([*words, "method=dual_focal", f"run_dir={tmp_path / 'no'}"]) == 2
     assert "known for cross_entropy, mse, focal, label_smoothing, got dual_focal" in capsys.readouterr().err
@@ -281,7 +296,14 @@ def test_the_curvature_of_the_loss_that_is_trained(problem, tmp_path, capsys):
 
 
 def test_monitors_do_not_touch_the_path_of_the_training(tmp_path):
-    words = ["train", "model.hidden=[8]", "data.train_size=200", "epochs=2", "monitor.resamples=0"]
+    words = [
+        "train",
+        "model.hidden=[8]",
+        "data.train_size=200",
+        "epochs=2",
+        "monitor.resamples=0",
+        "monitor.figures_every=0",
+    ]
     assert main([*words, f"run_dir={tmp_path / 'off'}", "monitor=off"]) == 0
     assert main([*words, f"run_dir={tmp_path / 'full'}", "monitor=full", "monitor.every=1"]) == 0
     weights = [torch.load(tmp_path / n / "checkpoints" / "last.pt")["backbone"] for n in ("off", "full")]

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import metacal
 from metacal.errors import InputError
 
+slow = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:.*the scaling rests on")
 N, LENGTH = 64, 6
 GENERATOR = torch.Generator().manual_seed(0)
@@ -118,8 +119,26 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("method", ["cross_entropy", "metacal"])
+# A plain step on one of each kind of input and label; the others are tried with the slow tests.
+PLAIN = (
+    "texts of several lengths",
+    "a dictionary of arrays",
+    "one logit, squeezed",
+    "ignored items",
+    "soft in a loader",
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        *(pytest.param(case, "metacal", id=f"metacal-{name}") for name, case in CASES.items()),
+        *(
+            pytest.param(case, "cross_entropy", id=f"cross_entropy-{name}", marks=() if name in PLAIN else slow)
+            for name, case in CASES.items()
+        ),
+    ],
+)
 def test_from_training_to_use(case: Case, method: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     more = {"epochs": 6, "batch_size": 10, "lr": 0.05, "optimizer": "adamw", "progress": False, "device": "cpu"}

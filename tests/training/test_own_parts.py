@@ -45,6 +45,7 @@ WORDS = [
     "monitor.weights_every=1",
     "monitor.log_every=1",
     "monitor.resamples=0",
+    "monitor.figures_every=0",
 ]
 
 

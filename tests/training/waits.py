@@ -34,7 +34,7 @@ from metacal.training.setup import (
 )
 from metacal.training.state import Progress
 
-STEPS = 20
+STEPS = 9
 PENALTIES = ("hessian_trace", "gn_trace", "margin_smoothness", "margin_tail", "robust_kl")
 EIGENVECTORS = ("curvature/", "autodiff/tape.py", "optim/bulk_sgd.py")
 # One of each kind of method; the others are tried with the slow tests.

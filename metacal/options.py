@@ -138,13 +138,13 @@ def _own_options(part: Callable[..., Any]) -> dict[str, Described]:
 def _declared(kind: Any) -> list[tuple[str, Any, Callable[[], Any], Option]]:
     """Of each option its name, its type, what makes a default, and what it may be: asked for often, slow to read."""
     hints = typing.get_type_hints(kind, include_extras=True)
+    declared: list[tuple[str, Any, Callable[[], Any], Option]] = []
     if is_dataclass(kind):
-        return [
-            (f.name, hints[f.name], partial(_same, f.default) if f.default_factory is MISSING else f.default_factory, what)
-            for f in fields(kind)
-            if (what := f.metadata.get("option")) is not None
-        ]
-    declared = []
+        for f in fields(kind):
+            if (what := f.metadata.get("option")) is not None:
+                default = partial(_same, f.default) if f.default_factory is MISSING else f.default_factory
+                declared.append((f.name, hints[f.name], default, what))
+        return declared
     for name, parameter in inspect.signature(kind).parameters.items():
         if typing.get_origin(hints.get(name)) is Annotated:
             annotated, *notes = typing.get_args(hints[name])

@@ -97,9 +97,7 @@ def _rule(norm: _Norm) -> Push:
 def _by_batch(eps: float) -> Fused:
     def fused(x: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
         normal, mean, scale = torch.native_batch_norm(x, None, None, None, None, True, 0.0, eps)
-        return normal, torch.ops.aten.native_batch_norm_backward(
-            x1, x, None, None, None, mean, scale, True, eps, [True, False, False]
-        )[0]
+        return normal, _batch_kernel(x1, x, mean, scale, eps)[0]
 
     return fused
 
@@ -118,8 +116,12 @@ def _last(x: Operand, count: int) -> tuple[int, ...]:
     return tuple(range(x.tensor.ndim - count, x.tensor.ndim))
 
 
-def _channels(x: Operand) -> tuple[int, ...]:
-    return (1, -1, *[1] * (x.tensor.ndim - 2))
+def _channels(x: Tensor) -> tuple[int, ...]:
+    return (1, -1, *[1] * (x.ndim - 2))
+
+
+def _all_but_channels(x: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, x.ndim))
 
 
 def batch_norm(args: Any, kwargs: Any, out: Any) -> Push:
@@ -131,8 +133,8 @@ def batch_norm(args: Any, kwargs: Any, out: Any) -> Push:
             raise NotImplementedError("no rule for empty inputs")
         if weight is not None and bias is not None:
             return lambda run: _batch_statistics(run, x, weight, bias, eps)
-        dims = (0, *range(2, x.tensor.ndim))
-        return _rule(_Norm(x, weight, bias, tuple(x.tensor.shape), dims, _channels(x), eps, _by_batch(eps)))
+        dims = _all_but_channels(x.tensor)
+        return _rule(_Norm(x, weight, bias, tuple(x.tensor.shape), dims, _channels(x.tensor), eps, _by_batch(eps)))
     if moving((mean, var)):
         raise NotImplementedError("running statistics that depend on the parameters")
     return _running_statistics(x, weight, bias, mean, var, eps)
@@ -142,8 +144,8 @@ def _batch_statistics(run: Run, x: Operand, weight: Operand, bias: Operand, eps:
     """The same as `_Norm.push`, with scale and shift inside the kernels."""
     (x1, _), (w1, _), (b1, _) = (run.jet(o) for o in (x, weight, bias))
     if run.second or x1 is None:
-        dims = (0, *range(2, x.tensor.ndim))
-        return _Norm(x, weight, bias, tuple(x.tensor.shape), dims, _channels(x), eps, None).push(run)
+        dims = _all_but_channels(x.tensor)
+        return _Norm(x, weight, bias, tuple(x.tensor.shape), dims, _channels(x.tensor), eps, None).push(run)
     value, w = run.value(x), run.value(weight)
     w1, b1 = (torch.zeros_like(w) if t is None else t for t in (w1, b1))
     return _BatchTangent.apply(value, x1.contiguous(), w, w1, b1, eps), None
@@ -172,14 +174,13 @@ class _BatchTangent(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, x1, w, w1, b1, mean, scale, slope, overlap = ctx.saved_tensors
         if torch.is_grad_enabled():
-            with torch.enable_grad():
-                y1 = _plain_tangent(x, x1, w, w1, b1, ctx.eps)
-                needed = [t for t, wanted in zip((x, x1, w, w1, b1), ctx.needs_input_grad) if wanted]
-                grads = iter(torch.autograd.grad(y1, needed, g, create_graph=True))
+            y1 = _plain_tangent(x, x1, w, w1, b1, ctx.eps)
+            needed = [t for t, wanted in zip((x, x1, w, w1, b1), ctx.needs_input_grad) if wanted]
+            grads = iter(torch.autograd.grad(y1, needed, g, create_graph=True))
             return *(next(grads) if wanted else None for wanted in ctx.needs_input_grad[:5]), None
         n = x.numel() // len(mean)
         back, with_normal, of_shift = _batch_kernel(g.contiguous(), x, mean, scale, ctx.eps)
-        with_slope = (g * slope).sum([d for d in range(g.ndim) if d != 1])
+        with_slope = (g * slope).sum(_all_but_channels(g))
         small = scale * w / n
         of_x = back * _by_channel(w1 - small * overlap, x)
         of_x.addcmul_(slope, _by_channel(-small * with_normal, x))
@@ -194,12 +195,11 @@ def _batch_kernel(d: Tensor, x: Tensor, mean: Tensor, scale: Tensor, eps: float)
 
 
 def _by_channel(t: Tensor, x: Tensor) -> Tensor:
-    return t.view(1, -1, *[1] * (x.ndim - 2))
+    return t.view(_channels(x))
 
 
 def _plain_tangent(x: Tensor, x1: Tensor, w: Tensor, w1: Tensor, b1: Tensor, eps: float) -> Tensor:
-    dims = (0, *range(2, x.ndim))
-    normal, slope = _normalised(x, x1, dims, eps)
+    normal, slope = _normalised(x, x1, _all_but_channels(x), eps)
     w, w1, b1 = (_by_channel(t, x) for t in (w, w1, b1))
     return w * slope + w1 * normal + b1
 
@@ -256,7 +256,7 @@ def group_norm(args: Any, kwargs: Any, out: Any) -> Push:
     n, size = x.tensor.shape[0], math.prod(x.tensor.shape[1:]) // groups
     # a group is normalised as a row
     return _rule(
-        _Norm(x, weight, bias, (n * groups, size), (1,), _channels(x), eps, _by_last((size,), eps)),
+        _Norm(x, weight, bias, (n * groups, size), (1,), _channels(x.tensor), eps, _by_last((size,), eps)),
     )
 
 
@@ -268,7 +268,7 @@ def instance_norm(args: Any, kwargs: Any, out: Any) -> Push:
             raise NotImplementedError("running statistics that depend on the parameters")
         return _running_statistics(x, weight, bias, mean, var, eps)
     n, size = math.prod(x.tensor.shape[:2]), math.prod(x.tensor.shape[2:])
-    return _rule(_Norm(x, weight, bias, (n, size), (1,), _channels(x), eps, _by_last((size,), eps)))
+    return _rule(_Norm(x, weight, bias, (n, size), (1,), _channels(x.tensor), eps, _by_last((size,), eps)))
 
 
 def weight_norm(args: Any, kwargs: Any, out: Any) -> Push:

@@ -22,6 +22,8 @@ from metacal.report.verdict import meaning
 
 NET = ["method=gamma_net"]
 
+BRIEF = ["epochs=1", "data.train_size=200", "monitor.resamples=0", "monitor.figures_every=0"]
+
 # A net with everything that a resume must restore: BatchNorm's buffers, dropout's masks, augmentation, a gamma-net.
 WORDS = [
     "method=gamma_net",
@@ -343,14 +345,7 @@ def test_a_sweep_makes_every_run_and_skips_finished_ones(tmp_path, capsys, monke
 def test_default_folders_can_be_given_back_to_the_command(tmp_path, monkeypatch, capsys):
     """They hold commas and equal signs, which mean something to Hydra."""
     monkeypatch.chdir(tmp_path)
-    words = [
-        "method=cross_entropy",
-        "optimizer.lr=0.05",
-        "data.train_size=200",
-        "epochs=1",
-        "monitor.resamples=0",
-        "monitor.figures_every=0",
-    ]
+    words = [*BRIEF, "method=cross_entropy", "optimizer.lr=0.05"]
     assert main(["train", *words]) == 0
     (run,) = Path("runs/default").glob("*/seed0")
     assert "," in str(run) and "=" in str(run)
@@ -366,7 +361,7 @@ def test_default_folders_can_be_given_back_to_the_command(tmp_path, monkeypatch,
 def test_the_recorded_command_makes_the_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["name=a b", "method=gamma_net", "meta.objective={sece: 1.0, nll: 0.1}", "model.hidden=[8]"]
-    words += ["data.train_size=200", "epochs=1", "monitor.resamples=0", "monitor.figures_every=0", "threads=1"]
+    words += [*BRIEF, "threads=1"]
     assert main(["train", *words]) == 0
     (run,) = Path("runs/a b").glob("*/seed0")
     from_file = [f"{run}/config.yaml", "seed=3"]
@@ -388,14 +383,7 @@ def test_the_recorded_command_makes_the_run_again(tmp_path, monkeypatch, capsys)
 
 def test_results_are_reused_only_under_the_same_config(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = [
-        "train",
-        "epochs=1",
-        "data.train_size=200",
-        "monitor.resamples=0",
-        "monitor.figures_every=0",
-        "method=cross_entropy",
-    ]
+    words = ["train", *BRIEF, "method=cross_entropy"]
     assert main([*words, "-m", "seed=0,1"]) == 0
     assert main([*words, "-m", "seed=0,1", "monitor.n_bins=10"]) == 2
     assert "finished run with another monitor.n_bins" in capsys.readouterr().err
@@ -405,14 +393,7 @@ def test_results_are_reused_only_under_the_same_config(tmp_path, monkeypatch, ca
 
 def test_overwriting_is_not_remembered(tmp_path):
     folder = tmp_path / "run"
-    words = [
-        "train",
-        "epochs=1",
-        "data.train_size=200",
-        "monitor.resamples=0",
-        "monitor.figures_every=0",
-        f"run_dir={folder}",
-    ]
+    words = ["train", *BRIEF, f"run_dir={folder}"]
     assert main([*words, "overwrite=true", "baselines=[]"]) == 0
     text = (folder / "config.yaml").read_text()
     for line in ("overwrite: false", "run_dir: null", "resume: null", "baselines: []"):

@@ -175,6 +175,24 @@ def test_all_measures_together_equal_each_alone():
     assert bootstrap_all([], p) == {}
 
 
+def test_the_number_of_threads_changes_nothing():
+    p = model()
+    measures = ["accuracy", "ece", "smooth_ece", "kce", "aurc"]
+
+    def fails(resample):
+        return 1 / int(torch.equal(resample.labels, p.labels))
+
+    expected, before = bootstrap_all(measures, p, n=500), torch.get_num_threads()  # four blocks of resamples
+    torch.set_num_threads(3)
+    try:
+        assert bootstrap_all(measures, p, n=500) == expected
+        with pytest.raises(ZeroDivisionError):
+            bootstrap(fails, p)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_misuse_is_refused():
     p = model()
     with pytest.raises(InputError, match=r"measure must be one of .*, ece, .* got 'eec'"):

@@ -10,16 +10,14 @@ see the same resamples, which is what makes a comparison paired.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metacal.calibration.arguments import require_predictions
-from metacal.calibration.measure import Measure, counted_together
+from metacal.calibration.measure import Measure, counted_together, in_threads
 from metacal.calibration.measures import MEASURES
 from metacal.errors import require
 from metacal.names import MeasureName
@@ -191,24 +189,8 @@ def _resampled(
         # numpy takes columns twice as fast as torch.
         return [form(torch.from_numpy(counts.take(order.cpu(), 1)).t()) for order, form in zip(orders, forms)]
 
-    blocks = _in_threads(measured, _draws(len(sets[0]), n, seed))
+    blocks = in_threads(measured, _draws(len(sets[0]), n, seed))
     return [torch.cat(of_set, 1) for of_set in zip(*blocks, strict=True)]
-
-
-def _in_threads(function: Callable[[Tensor], list[Tensor]], blocks: Iterator[Tensor]) -> list[list[Tensor]]:
-    """The function of every block, in their order, by as many threads as torch has, at most 4 so that few blocks are in
-    memory at once. The operations of one are too small to gain by torch's own threads, whose number is 1 meanwhile.
-    """
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(min(n_threads, 4)) as threads:
-            done: list[list[Tensor]] = []
-            while some := list(itertools.islice(blocks, min(n_threads, 4))):
-                done += threads.map(function, some)
-            return done
-    finally:
-        torch.set_num_threads(n_threads)
 
 
 def _draws(n_samples: int, n: int, seed: int) -> Iterator[Tensor]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +22,19 @@ from torch import Tensor
 
 from metacal.predictions import Predictions
 
-__all__ = ["Counted", "Measure", "Streamed", "Sums", "Weighted", "counted_together", "row_dots", "sparse_product"]
+__all__ = [
+    "Counted",
+    "Measure",
+    "Streamed",
+    "Sums",
+    "Weighted",
+    "counted_together",
+    "in_threads",
+    "row_dots",
+    "sparse_product",
+]
+
+Result = TypeVar("Result")
 
 Counted = Callable[[Tensor], Tensor]
 """Counts (N, R) float64, how often each of R resamples holds each of N samples -> the measure of each, float64 (R,).
@@ -159,6 +173,23 @@ def counted_together(measures: Sequence[tuple[Measure, Mapping[str, Any]]], p: P
         return torch.stack([value(*of_these[key]) for key, value in formulas])
 
     return together
+
+
+def in_threads(function: Callable[[Tensor], Result], blocks: Iterable[Tensor]) -> list[Result]:
+    """The function of every block of resamples, in their order, by as many threads as torch has, at most 4 so that few
+    blocks are in memory at once. The operations on one are too small to gain by torch's own threads, whose number is 1
+    meanwhile.
+    """
+    n_threads, left = torch.get_num_threads(), iter(blocks)
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(n_threads, 4)) as threads:
+            results: list[Result] = []
+            while some := list(itertools.islice(left, min(n_threads, 4))):
+                results += threads.map(function, some)
+            return results
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 def _alone(form: Counted) -> Callable[[Tensor], tuple[Tensor]]:

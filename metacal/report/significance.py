@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metacal.calibration import MEASURES
-from metacal.calibration.measure import counted_together
+from metacal.calibration.measure import counted_together, in_threads
 from metacal.errors import require, require_choice
 from metacal.predictions import Predictions
 
@@ -148,7 +148,8 @@ def sample_one(
     p = p.to("cpu")
     step = max(1, (1 << 19) // len(p))  # resamples at a time: a few megabytes of float64
     form = counted_together([(MEASURES[name], keys) for name, keys in options.items()], p)
-    resampled = torch.cat([form(part.double()) for part in counts.split(step, dim=1)], 1).numpy()
+    parts = in_threads(lambda part: form(part.double()), counts.split(step, dim=1))
+    resampled = torch.cat(parts, 1).numpy()
     return {
         name: Sampled(np.array([MEASURES[name](p, **keys)]), of_one[None])
         for (name, keys), of_one in zip(options.items(), resampled, strict=True)

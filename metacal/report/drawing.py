@@ -26,6 +26,7 @@ __all__ = [
     "diagonal",
     "faint",
     "faint_bins",
+    "name_points",
     "percent",
     "reliability_axes",
     "reliability_line",
@@ -127,3 +128,23 @@ def reliability_line(
     ax.plot(x, y, label=label, **style)
     if share is not None:
         ax.scatter(x, y, s=6 + 80 * share, color=style["color"], edgecolor="white", zorder=4)
+
+
+def name_points(ax: Axes, points: Mapping[str, tuple[float, float, str]]) -> None:
+    """Write each label beside its (x, y) in its colour, from below upwards, higher where another label stands, and to
+    the left of a point that leaves no room on its right.
+    """
+    ax.autoscale_view()
+    pixel, taken = 72 / ax.figure.dpi, list[tuple[float, float, float]]()
+    edge = pixel * ax.transAxes.transform((1, 1))[0]
+    for label, (x, y, color) in sorted(points.items(), key=lambda point: point[1][1]):
+        (point, at), width = pixel * ax.transData.transform((x, y)) + (0, 4), 0.62 * SMALL * len(label)
+        inside = point + 5 + width < edge
+        left = point + 5 if inside else point - 5 - width
+        height = at
+        for start, end, other in sorted(taken, key=lambda box: box[2]):
+            if left < end and start < left + width and abs(height - other) < 1.2 * SMALL:
+                height = other + 1.2 * SMALL
+        taken.append((left, left + width, height))
+        beside: dict[str, Any] = {"xytext": (5 if inside else -5, 4 + height - at), "textcoords": "offset points"}
+        ax.annotate(label, (x, y), color=color, fontsize=SMALL, ha="left" if inside else "right", **beside)

@@ -19,7 +19,17 @@ from metacal.calibration.binning import reliability_bins
 from metacal.errors import require
 from metacal.predictions import Predictions
 from metacal.report.cells import column_of, summarise
-from metacal.report.drawing import COLORS, FEW, SMALL, clean, faint_bins, percent, reliability_axes, reliability_line
+from metacal.report.drawing import (
+    COLORS,
+    FEW,
+    SMALL,
+    clean,
+    faint_bins,
+    name_points,
+    percent,
+    reliability_axes,
+    reliability_line,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -251,23 +261,8 @@ def accuracy_ece_plane(
     ax.set(xlabel="accuracy", ylabel="ECE")
     percent(ax.xaxis, ax.yaxis)
     clean(ax, "hollow: after temperature scaling" if scaled else "")
-    _name_points(ax, named)
+    name_points(ax, named)
     return figure
-
-
-def _name_points(ax: Axes, points: Mapping[str, tuple[float, float, str]]) -> None:
-    """Write each label beside its (x, y) in its colour, from below upwards, higher where another label stands."""
-    ax.autoscale_view()
-    pixel, taken = 72 / ax.figure.dpi, list[tuple[float, float, float]]()
-    for label, (x, y, color) in sorted(points.items(), key=lambda point: point[1][1]):
-        left, at = pixel * ax.transData.transform((x, y)) + (5, 4)
-        right, height = left + 0.62 * SMALL * len(label), at
-        for start, end, other in sorted(taken, key=lambda box: box[2]):
-            if left < end and start < right and abs(height - other) < 1.2 * SMALL:
-                height = other + 1.2 * SMALL
-        taken.append((left, right, height))
-        beside: dict[str, Any] = {"xytext": (5, 4 + height - at), "textcoords": "offset points", "fontsize": SMALL}
-        ax.annotate(label, (x, y), color=color, **beside)
 
 
 def _styles(labels: Iterable[str], highlight: Collection[str] | None) -> dict[str, dict[str, Any]]:

@@ -30,7 +30,7 @@ from metacal.errors import require, require_choice
 from metacal.margins import moment, true_margin
 from metacal.predict import predict
 from metacal.predictions import Predictions
-from metacal.report.drawing import COLORS, SMALL, percent
+from metacal.report.drawing import COLORS, SMALL, name_points, percent
 from metacal.report.tables import Cell, Column, Spread, Table, central, column_of, summarise
 from metacal.runs import checkpoint
 from metacal.studies import pages
@@ -242,6 +242,7 @@ def _lines(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) -> 
 def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) -> None:
     """A point a row, at its means, with its name beside it; the rows of one group have one colour."""
     groups = list(dict.fromkeys(run["group"] for run in numbers["runs"]))
+    named: dict[str, tuple[float, float, str]] = {}
     for name, runs in _rows(numbers).items():
         cells = [summarise([run[epoch][key] for run in runs]) for key in (x, y)]
         at_x, at_y = (central(cell) for cell in cells)
@@ -250,8 +251,9 @@ def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) ->
         spread_x, spread_y = (cell.std if isinstance(cell, Spread) else 0.0 for cell in cells)
         color = COLORS[groups.index(runs[0]["group"]) % len(COLORS)]
         ax.errorbar(at_x, at_y, yerr=spread_y, xerr=spread_x, color=color, marker="o", ms=4, lw=0.8)
-        ax.xaxis.set_major_locator(MaxNLocator(5))
-        ax.annotate(name, (at_x, at_y), xytext=(4, 3), textcoords="offset points", fontsize=SMALL - 1, color=color)
+        named[name] = at_x, at_y, color
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+    name_points(ax, named)
 
 
 def _label(ax: Axes, x: str, y: str, swept: bool, epoch: str) -> None:

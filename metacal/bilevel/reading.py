@@ -3,7 +3,7 @@
 A GPU is kept busy by a host that queues work ahead of it; each look at a number empties that queue. On the CPU nothing
 is queued and a look costs nothing, so there a step reads its numbers and fails at once. On any other device
 
-- what a step reports is a `Report`, whose numbers are fetched when somebody looks, all of them in one transfer;
+- what a step reports is a `StepReport`, whose numbers are fetched when somebody looks, all of them in one transfer;
 - whether it went well is copied to the host beside the running work, and read one step later;
 - a step that must not count is taken back there, by the `Gate` (`state`).
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from metacal.bilevel.state import Gate
 
-__all__ = ["OUTER", "Check", "Ledger", "NonFiniteError", "Report", "read_all"]
+__all__ = ["OUTER", "Check", "Ledger", "NonFiniteError", "StepReport", "read_all"]
 
 OUTER = ("outer", "hypergradient_norm")
 """The numbers of an outer part that must be finite."""
@@ -28,11 +28,11 @@ Check = tuple[Tensor, Callable[[], Exception]]
 """A 0-d bool on the device, true where all is well, and what to raise where it is false."""
 
 
-class Report(Mapping[str, float]):
+class StepReport(Mapping[str, float]):
     """Numbers by name, 0-d tensors on a device until one of them is looked at: then all are read in one transfer."""
 
     def __init__(self, values: Mapping[str, Tensor | float]) -> None:
-        parts = values.raw if isinstance(values, Report) else values
+        parts = values.raw if isinstance(values, StepReport) else values
         self.raw: dict[str, Tensor | float] = {
             name: v.detach() if isinstance(v, Tensor) else v for name, v in parts.items()
         }
@@ -52,14 +52,14 @@ class Report(Mapping[str, float]):
     def __contains__(self, name: object) -> bool:
         return name in self.raw
 
-    def __or__(self, more: Mapping[str, Tensor | float]) -> Report:
-        return Report({**self.raw, **Report(more).raw})
+    def __or__(self, more: Mapping[str, Tensor | float]) -> StepReport:
+        return StepReport({**self.raw, **StepReport(more).raw})
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
 
-def read_all(reports: Iterable[Report]) -> None:
+def read_all(reports: Iterable[StepReport]) -> None:
     """Make numbers of everything in the reports, with one transfer."""
     reports = list(reports)
     unread = [(r, name, v) for r in reports for name, v in r.raw.items() if isinstance(v, Tensor)]
@@ -96,7 +96,7 @@ def _non_finite(found: Mapping[str, float], names: Iterable[str]) -> str | None:
     return next((name for name in names if not math.isfinite(found[name])), None)
 
 
-def _all_finite(report: Report, names: Iterable[str]) -> Tensor:
+def _all_finite(report: StepReport, names: Iterable[str]) -> Tensor:
     """Whether the numbers are, a 0-d bool on their device."""
     values = [v for v in (report.raw[name] for name in names) if isinstance(v, Tensor)]
     return torch.stack([torch.isfinite(v) for v in values]).all()
@@ -146,7 +146,7 @@ class Ledger:
         self.checks: list[Check] = []
         self._finite: list[Tensor] = []
 
-    def require_finite(self, report: Report, names: Sequence[str], step: int) -> None:
+    def require_finite(self, report: StepReport, names: Sequence[str], step: int) -> None:
         """Raise `NonFiniteError` unless these numbers are finite: now, or in the verdict on the step."""
         if self.at_once:
             bad = _non_finite(report, names)
@@ -159,7 +159,7 @@ class Ledger:
         else:
             self.checks.append((well, lambda: NonFiniteError(str(_non_finite(report, names)), dict(report), step)))
 
-    def close(self, report: Report) -> Report:
+    def close(self, report: StepReport) -> StepReport:
         """The step ends: undo on the device what is to be skipped, and raise what was wrong with the step before."""
         if self.at_once:
             return report
@@ -184,7 +184,7 @@ class Ledger:
         if verdict is not None:
             verdict.conclude()
 
-    def skip(self, report: Report) -> Report:
+    def skip(self, report: StepReport) -> StepReport:
         """The step under way is left out."""
         self._skipped += 1
         return report | {"skipped": 1.0}

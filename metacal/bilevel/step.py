@@ -15,7 +15,7 @@ from metacal.autodiff.derivatives import naming_reentrant_checkpoints
 from metacal.bilevel.build import build_window, check_parameters, check_parts, on_backbone
 from metacal.bilevel.engines import ENGINES
 from metacal.bilevel.inner import Batch, Gradient, Inner, Last, Mix, check_batch, prepared
-from metacal.bilevel.reading import OUTER, Ledger, NonFiniteError, Report
+from metacal.bilevel.reading import OUTER, Ledger, NonFiniteError, StepReport
 from metacal.bilevel.signal import Signal
 from metacal.bilevel.state import Gate, Snapshot, Undo, held_on, preserved, state_tensors
 from metacal.bilevel.tangent import TANGENT
@@ -170,10 +170,10 @@ class MetaStep:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def step(self, x: Tensor, y: Tensor, x_meta: Tensor | None = None, y_meta: Tensor | None = None) -> Report:
+    def step(self, x: Tensor, y: Tensor, x_meta: Tensor | None = None, y_meta: Tensor | None = None) -> StepReport:
         """Train the backbone on `(x, y)` and, where the outer part is due, the gamma source on `(x_meta, y_meta)`.
 
-        Returns numbers by name, which on a GPU are fetched when one of them is looked at (`Report`): loss (mean
+        Returns numbers by name, which on a GPU are fetched when one of them is looked at (`StepReport`): loss (mean
         per-sample loss), grad_norm (before clipping), gamma_mean, `penalty/<name>` unweighted, and after an outer part
         outer, hypergradient_norm, its signal-to-noise ratio hypergradient_snr (`signal.Signal`) and meta_gap, the mean
         confidence less the accuracy of the meta batch. After `detail`: `penalty/<name>_share`, its weighted value over
@@ -197,7 +197,7 @@ class MetaStep:
                 before.restore()
             if not isinstance(error, NonFiniteError) or self.nonfinite == "raise":
                 raise
-            report, skipped = Report(error.found), True
+            report, skipped = StepReport(error.found), True
         self.count += 1
         self._taken |= not skipped
         if due:
@@ -279,7 +279,7 @@ class MetaStep:
     @naming_reentrant_checkpoints()
     def _advance(
         self, batches: Sequence[tuple[Tensor, Tensor]], x_meta: Tensor | None, y_meta: Tensor | None
-    ) -> tuple[Report, list[Tensor] | None]:
+    ) -> tuple[StepReport, list[Tensor] | None]:
         """The step of the backbone; the hypergradient through it if there is a meta batch.
 
         Raises `NonFiniteError` before the step; the outer part's own numbers are for the caller to check.
@@ -301,7 +301,7 @@ class MetaStep:
         report |= {"outer": value, "hypergradient_norm": total_norm(hypergradient)}
         return report, hypergradient
 
-    def _train(self, x: Tensor, y: Tensor, kept: bool, count: int) -> Report:
+    def _train(self, x: Tensor, y: Tensor, kept: bool, count: int) -> StepReport:
         """θ' = U(θ, g) with g = ∇_θ L, clipped. Returns what was found; `kept`: the step belongs to the window.
 
         Raises `NonFiniteError`, and whatever a term refuses, with everything as it was.
@@ -328,7 +328,7 @@ class MetaStep:
         self.last = gradient.last
         return report
 
-    def _gradient(self, batch: Batch, record: bool) -> tuple[Gradient, Report]:
+    def _gradient(self, batch: Batch, record: bool) -> tuple[Gradient, StepReport]:
         """The clipped gradient in `.grad`, and all numbers of it.
 
         SAM's is that of a second pass, at parameters moved along the first gradient; the first one moves the buffers.
@@ -355,7 +355,7 @@ class MetaStep:
             norm = total_norm([p.grad for p in self.params if p.grad is not None])
         else:
             norm = torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm)
-        return gradient, Report({**gradient.terms, "grad_norm": norm})
+        return gradient, StepReport({**gradient.terms, "grad_norm": norm})
 
     def _learn(self, hypergradient: list[Tensor]) -> dict[str, Tensor]:
         """The gamma source's own step, and the outer objective's note of the meta batch. Returns what was found."""

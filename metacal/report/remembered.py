@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -64,9 +64,13 @@ class Remembered:
     def save(self) -> None:
         """Keep what is new; where the folder cannot be written, nothing is kept."""
         if self.file is not None and self.grown:
-            arrays = {"made_by": self.made_by, "names": list(self.rows), "values": np.stack([*self.rows.values()])}
+            names, values = list(self.rows), np.stack([*self.rows.values()])
+
+            def write(file: BinaryIO) -> None:
+                np.savez(file, made_by=self.made_by, names=names, values=values)
+
             with suppress(RunError):
-                write_atomically(self.file, lambda file: np.savez(file, **arrays), durable=False)
+                write_atomically(self.file, write, durable=False)
 
 
 def digest_of(counts: Tensor) -> str:

@@ -87,6 +87,7 @@ def _write(writer: SummaryWriter, values: Mapping[int, Mapping[str, float]]) -> 
     """One event for each step, with all its tags: an event for each value takes ten times as long."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
+    assert writer.file_writer is not None  # until it is closed
     for step, of_tags in sorted(values.items()):
         said = [Summary.Value(tag=tag, simple_value=value) for tag, value in of_tags.items()]
         writer.file_writer.add_summary(Summary(value=said), step)

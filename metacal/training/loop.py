@@ -16,7 +16,7 @@ from torch import Tensor
 from metacal import ranks
 from metacal.batchnorm import average_statistics
 from metacal.bilevel import NonFiniteError
-from metacal.bilevel.reading import Report, read_all
+from metacal.bilevel.reading import StepReport, read_all
 from metacal.config import Config
 from metacal.config.parts import needs_meta, schedule_of
 from metacal.data import Batches
@@ -122,7 +122,7 @@ class _Training:
         self.notes = OuterNotes(parts.gamma)
         if p.outer:
             self.notes.load_state_dict(p.outer)
-        self.unread: list[tuple[int, Report]] = []  # what steps reported and nobody has looked at, by number
+        self.unread: list[tuple[int, StepReport]] = []  # what steps reported and nobody has looked at, by number
         self.best = best_weights(folder, p)
         self.writes = folder is not None and ranks.is_first()
         self.config_text = folder.config.read_text() if folder is not None and self.writes else ""  # in each checkpoint

@@ -7,7 +7,8 @@ A row is a group with the values that it sweeps over, the seeds apart: mean and 
     gn_sharpness, hessian_sharpness, gn_trace, hessian_trace      of the cross-entropy of `IMAGES` validation images
     trained/gn_sharpness, …           the same of the per-sample loss that is trained
     minutes, step_ms                  of the training; the median of its steps
-    gamma, parameters, gamma_parameters     the mean gamma at the end; how many numbers the network and the gammas have
+    gamma                             the mean of training images at the end
+    parameters, gamma_parameters      how many numbers the network and the gammas have
 
 A plot is a pair of columns, or of a swept key and a column; of a swept key it has a line for each value of the others.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -37,7 +39,14 @@ from metacal.studies import pages
 from metacal.studies.footer import NO_MARKS, over_seeds
 from metacal.studies.grid import Job, Study, load_series
 from metacal.training.saved import SavedRun, load_run
-from metacal.training.setup import build_gamma, evaluation_batches, fixed_subset, trained_loss, training_batches
+from metacal.training.setup import (
+    build_gamma,
+    evaluation_batches,
+    fixed_subset,
+    gammas_of,
+    trained_loss,
+    training_batches,
+)
 
 __all__ = ["collect", "column", "figures", "report", "tables"]
 
@@ -160,12 +169,22 @@ def _other(job: Job, summary: Mapping[str, Any], name: str) -> float | None:
     if name in ("parameters", "gamma_parameters"):
         state = checkpoint.load(job.folder.last)["backbone" if name == "parameters" else "gamma"] or {}
         return float(sum(value.numel() for value in state.values()))
-    series = load_series(job.folder)
-    if name == "step_ms":
-        steps = sorted(series.get("time/step_ms", {}).values())
-        return steps[len(steps) // 2] if steps else None
-    gammas = series.get("gamma/mean", {})
-    return gammas[max(gammas)] if gammas else None
+    if name == "gamma":
+        return _mean_gamma(job)
+    steps = sorted(load_series(job.folder).get("time/step_ms", {}).values())
+    return steps[len(steps) // 2] if steps else None
+
+
+def _mean_gamma(job: Job) -> float | None:
+    """Of training images as they are, at the run's end, whether or not a monitor was on; None without gammas."""
+    run = load_run(job.folder.path, "cpu", "last")
+    source = build_gamma(job.config, run.backbone, training_batches(job.config, run.data)[0])
+    if source is None:
+        return None
+    source.load_state_dict(checkpoint.load(job.folder.last)["gamma"] or {})
+    x, y = fixed_subset(run.data.train, IMAGES, "gamma")
+    with torch.no_grad():
+        return float(gammas_of(run.backbone, source.eval(), x, y, job.config.epochs).mean())
 
 
 def tables(numbers: Mapping[str, Any]) -> list[Table]:

@@ -47,6 +47,7 @@ __all__ = [
     "curvature_loss",
     "evaluation_batches",
     "fixed_subset",
+    "gammas_of",
     "meta_batches",
     "pixels_of",
     "prepare_data",
@@ -278,8 +279,13 @@ def trained_loss(
     name = config.loss.name
     if source is None:
         return measurable(name, getattr(config.loss, "smoothing", None))
+    return measurable(name, gammas_of(backbone, source, x, y, epoch))
+
+
+def gammas_of(backbone: Backbone, source: nn.Module, x: Tensor, y: Tensor, epoch: float) -> Tensor:
+    """What a source gives for these examples, `(N,)` or 0-d, with the backbone in evaluation mode."""
     with evaluation_mode(backbone):
-        return measurable(name, values_of(source, Network(backbone), x, y, epoch))
+        return values_of(source, Network(backbone), x, y, epoch)
 
 
 def build_terms(config: Config, pixels: Pixels | None) -> dict[str, Term]:

@@ -25,7 +25,7 @@ report: measured
 title: Gammas
 setting: An MLP.
 differs: everything.
-columns: [accuracy, ece, train/ece, val/q, hessian_sharpness, trained/hessian_sharpness, parameters]
+columns: [accuracy, ece, train/ece, val/q, hessian_sharpness, trained/hessian_sharpness, parameters, gamma]
 epochs: [selected, last]
 plots: [[gamma.value, hessian_sharpness], [val/q, ece]]
 published: {gammas value 0: {ece: 0.25, accuracy: [0.5, 0.1]}}
@@ -64,6 +64,7 @@ def test_a_study_of_named_columns(
             "hessian_sharpness": hessian_sharpness(backbone.eval(), x, y).value,
             "trained/hessian_sharpness": hessian_sharpness(backbone, x, y, loss=Focal(5.0)).value,
             "parameters": float(64 * 8 + 8 + 8 * 10 + 10),
+            "gamma": 5.0,
         }
         assert {name: last[epoch][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 

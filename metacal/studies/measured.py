@@ -64,6 +64,7 @@ OTHERS = {
     "parameters": Column("parameters", "Parameters", 0),
     "gamma_parameters": Column("gamma_parameters", "of the gammas", 0),
 }
+BESIDE, MARKERS = 10, "osD^v"  # so many points have their names beside them
 EPOCHS = {"selected": "best", "last": "last"}  # the epoch -> its checkpoint
 
 
@@ -259,20 +260,28 @@ def _lines(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) -> 
 
 
 def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) -> None:
-    """A point a row, at its means, with its name beside it; the rows of one group have one colour."""
+    """A point a row, at its means: with its name beside it in the colour of its group, or, where there are more than
+    `BESIDE`, in a colour and shape that the figure's legend explains.
+    """
     groups = list(dict.fromkeys(run["group"] for run in numbers["runs"]))
+    rows = _rows(numbers)
     named: dict[str, tuple[float, float, str]] = {}
-    for name, runs in _rows(numbers).items():
+    for i, (name, runs) in enumerate(rows.items()):
         cells = [summarise([run[epoch][key] for run in runs]) for key in (x, y)]
         at_x, at_y = (central(cell) for cell in cells)
         if at_x is None or at_y is None:
             continue
         spread_x, spread_y = (cell.std if isinstance(cell, Spread) else 0.0 for cell in cells)
-        color = COLORS[groups.index(runs[0]["group"]) % len(COLORS)]
-        ax.errorbar(at_x, at_y, yerr=spread_y, xerr=spread_x, color=color, marker="o", ms=4, lw=0.8)
+        few = len(rows) <= BESIDE
+        color = COLORS[(groups.index(runs[0]["group"]) if few else i) % len(COLORS)]
+        marker = "o" if few else MARKERS[i // len(COLORS) % len(MARKERS)]
+        ax.errorbar(at_x, at_y, spread_y, spread_x, color=color, marker=marker, ms=4, lw=0.8, label=name)
         named[name] = at_x, at_y, color
     ax.xaxis.set_major_locator(MaxNLocator(5))
-    name_points(ax, named)
+    if len(rows) <= BESIDE:
+        name_points(ax, named)
+    elif not ax.figure.legends:
+        ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=SMALL)
 
 
 def _label(ax: Axes, x: str, y: str, swept: bool, epoch: str) -> None:

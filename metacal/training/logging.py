@@ -186,15 +186,19 @@ class RunLog:
             self._drawing += time.perf_counter() - began
             self._drawn += 1
 
-    def figure(self, name: str, figure: Figure, step: int) -> None:
-        """Log `figure` as an image. It is rendered here, so that no pyplot state is made."""
-        if not self._sinks:
+    def figure(self, name: str, figure: Figure, step: int, file: Path | None = None) -> None:
+        """Log `figure` as an image, and write it to `file`, a PNG. It is rendered here, once and without pyplot."""
+        if not self._sinks and file is None:
             return
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         pixels = np.asarray(canvas.buffer_rgba())[..., :3].copy()
+        if file is not None:
+            from matplotlib.image import imsave
+
+            imsave(file, pixels, dpi=figure.dpi)
         self._tell(lambda sink: sink.image(name, pixels, step))
 
     def text(self, name: str, text: str, step: int = 0) -> None:

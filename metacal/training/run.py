@@ -300,8 +300,8 @@ def _measure(
     deploy.save(deploy.of_run(config, data, parts.backbone, report.temperature or 1.0), folder.model)
     folder.figures.mkdir(exist_ok=True)
     figure = report.reliability_diagram()
-    figure.savefig(folder.figures / "reliability.png", dpi=150)
-    log.figure("test/reliability", figure, progress.step)
+    figure.set_dpi(150)
+    log.figure("test/reliability", figure, progress.step, folder.figures / "reliability.png")
     log.text("test", f"{report.to_markdown()}\n\n{meaning(report.to_dict())}", progress.step)
     test = {f"test/{name}": value for name, value in report.to_dict().items()}
     summary: dict[str, Any] = {

@@ -120,7 +120,7 @@ def test_the_spline_is_the_cubic_of_scipy_and_moves_the_top_class_only() -> None
     assert slope == pytest.approx(slopes[-1])  # a line beyond the last knot
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 60), st.booleans())
 def test_a_spline_rises_and_no_map_raises_the_nll_of_its_own_split(seed: int, n: int, shrink: bool) -> None:
     p = split(n, 3, seed)

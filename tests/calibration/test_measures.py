@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import measures as reference
 
@@ -194,6 +194,7 @@ def test_permuting_the_samples_changes_nothing(p, seed):
             assert f(p[order]) == pytest.approx(f(p), rel=1e-9, abs=1e-9), name
 
 
+@settings(max_examples=25)
 @given(predictions(), st.integers(0, 1000))
 def test_renaming_the_classes_changes_nothing(p, seed):
     if len(p.confidence) and bool((p.probs == p.confidence[:, None]).sum(1).gt(1).any()):

@@ -118,7 +118,7 @@ def test_certificate_against_dense_jacobians(name: str) -> None:
     assert c.value <= c.bound <= c.loose and c.ratio == pytest.approx(c.value / c.bound)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.integers(2, 6),
     st.integers(1, 8),

@@ -110,10 +110,9 @@ def check_slope(slope: Tensor, exact: Callable[[], Tensor], model: nn.Module, h:
 def _cases() -> list[Any]:
     dear = {"attention", "cnn groupnorm", "cnn batchnorm train", "cnn tanh"}
     cases = [(name, which) for name in NETS for which in ("hessian", "gn")]
-    return [
-        pytest.param(n, w, marks=pytest.mark.slow) if n in dear and not (w == "gn" and n in LAYERS) else (n, w)
-        for n, w in cases
-    ]
+    slow = [(n, w) for n, w in cases if n in dear and not (w == "gn" and n in LAYERS)]
+    slow += [("resnet in-place train", "hessian")]
+    return [pytest.param(*case, marks=pytest.mark.slow if case in slow else ()) for case in cases]
 
 
 @pytest.mark.parametrize(("name", "which"), _cases())
@@ -203,7 +202,7 @@ def test_seeded_draws_are_unbiased_within_their_standard_errors(name: str, which
     params = dense.trainable(model)
     values, slopes = [], []
     d = dense.unflat(torch.randn(sum(p.numel() for p in params), dtype=torch.float64), params)
-    for seed in range(80):
+    for seed in range(40):
         value = trace_and_route(which, model, x, y, probes, seed)[0]
         values.append(value.item())
         grads = torch.autograd.grad(value, params, allow_unused=True)
@@ -350,24 +349,31 @@ def test_a_wrong_third_derivative_is_refused() -> None:
         hessian_trace(model, x, y)
 
 
+UNUSUAL = {
+    Doubled: "jets",
+    Normal: "reverse",
+    Rewrites: "jets",
+    TwoFaced: "jets",
+    _normed: "jets",
+    _normed_normal: "reverse",
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "route"),
+    ("make", "which"),
     [
-        (Doubled, "jets"),
-        (Normal, "reverse"),
-        (Rewrites, "jets"),
-        (TwoFaced, "jets"),
-        (_normed, "jets"),
-        (_normed_normal, "reverse"),
+        *((make, "hessian") for make in UNUSUAL if make is not _normed_normal),
+        *((make, "gn") for make in (Normal, Rewrites, _normed)),
+        *(pytest.param(make, "gn", marks=pytest.mark.slow) for make in (Doubled, TwoFaced)),
+        *(pytest.param(_normed_normal, which, marks=pytest.mark.slow) for which in ("hessian", "gn")),
     ],
 )
-@pytest.mark.parametrize("which", ["hessian", "gn"])
-def test_unusual_networks(make, route: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_networks(make, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = make().double()
     x, y = torch.randn(4, 6, dtype=torch.float64), torch.randint(K, (4,))
     found = trace_and_route(which, model, x, y)[1]
-    assert found == route or (which == "gn" and found == "layers")
+    assert found == UNUSUAL[make] or (which == "gn" and found == "layers")
     size = sum(p.numel() for p in dense.trainable(model))
     samples = 4 if found == "layers" else None
     value, slope = expectation(lambda: trace_and_route(which, model, x, y)[0], model, size, samples, monkeypatch)

@@ -119,20 +119,18 @@ CASES = {
 }
 
 
-# A plain step on one of each kind of input and label; the others are tried with the slow tests.
-PLAIN = (
-    "texts of several lengths",
-    "a dictionary of arrays",
-    "one logit, squeezed",
-    "ignored items",
-    "soft in a loader",
-)
+# A plain step on some, and no step on what is like another one; these are tried with the slow tests.
+PLAIN = ("texts of several lengths", "one logit, squeezed", "soft in a loader")
+ALIKE = ("dictionaries of a loader", "one logit", "ignored", "soft")
 
 
 @pytest.mark.parametrize(
     ("case", "method"),
     [
-        *(pytest.param(case, "metacal", id=f"metacal-{name}") for name, case in CASES.items()),
+        *(
+            pytest.param(case, "metacal", id=f"metacal-{name}", marks=slow if name in ALIKE else ())
+            for name, case in CASES.items()
+        ),
         *(
             pytest.param(case, "cross_entropy", id=f"cross_entropy-{name}", marks=() if name in PLAIN else slow)
             for name, case in CASES.items()

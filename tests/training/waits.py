@@ -37,8 +37,9 @@ from metacal.training.state import Progress
 STEPS = 9
 PENALTIES = ("hessian_trace", "gn_trace", "margin_smoothness", "margin_tail", "robust_kl")
 EIGENVECTORS = ("curvature/", "autodiff/tape.py", "optim/bulk_sgd.py")
-# One of each kind of method; the others are tried with the slow tests.
-KINDS = ("cross_entropy", "focal", "adafocal", "calmo", "gamma_net", "metacal", "learned_smoothing", "mmce")
+# Each kind of method and each optimizer is here or among the words below; the others are tried with the slow tests.
+KINDS = ("adafocal", "calmo", "learned_smoothing", "mmce")
+APART = ("adam", "gd")
 # What a run may wait at, beside nothing: files, and how often in the steps that are watched.
 KNOWN = {
     "optimizer=bulk_sgd": EIGENVECTORS,
@@ -81,16 +82,19 @@ def console() -> ConsoleLog:
     [
         *(pytest.param(f"method={m}", marks=() if m in KINDS else pytest.mark.slow) for m in get_args(MethodName)),
         *(
-            f"method=gamma_net optimizer={name} optimizer.lr=0.01 optimizer.clip_norm=0.1"
+            pytest.param(
+                f"method=gamma_net optimizer={name} optimizer.lr=0.01 optimizer.clip_norm=0.1",
+                marks=() if name in APART else pytest.mark.slow,
+            )
             for name in get_args(OptimizerName)
             if name != "bulk_sgd"
         ),
         "method=gamma_net optimizer=bulk_sgd optimizer.every=8 optimizer.k=2",
         "method=metacal optimizer=sam optimizer.base=muon optimizer.clip_norm=0.1",
-        "method=gamma_net " + " ".join(f"penalties.{name}.weight=0.01" for name in PENALTIES),
+        "method=gamma_net optimizer.clip_norm=0.1 " + " ".join(f"penalties.{name}.weight=0.01" for name in PENALTIES),
         "method=gamma_net meta.engine=difference",
-        "method=gamma_net meta.engine=reverse meta.reference_points=bank",
-        "method=gamma_scalar meta.engine=tangent",
+        "method=gamma_net meta.engine=reverse meta.reference_points=bank optimizer=adamw optimizer.clip_norm=0.1",
+        "method=gamma_scalar meta.engine=tangent optimizer=muon optimizer.clip_norm=0.1",
         "method=focal nonfinite=skip",
         "method=gamma_net gamma.input=noise",
         "method=gamma_net optimizer=adam nonfinite=skip",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import subprocess
@@ -21,7 +20,11 @@ TINY = ["method=cross_entropy", "epochs=1", "model.hidden=[8]", "monitor=off", "
 
 def test_a_sweep_runs_reports_failures_and_can_be_given_again(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    words = ["sweep", *TINY, "optimizer.lr=0.1,0.2,1e30", "schedule=constant", "jobs=2", "threads=1"]
+    constant = [*TINY, "schedule=constant", "threads=1"]
+    for lr in (0.1, 0.2):  # a sweep takes them as they are
+        assert main(["train", *constant, f"optimizer.lr={lr}"]) == 0
+    words = ["sweep", *constant, "optimizer.lr=0.1,0.2,1e30", "jobs=2"]
+    capfd.readouterr()
     assert main(words) == 1
     out, err = capfd.readouterr()
     assert "2 done, 1 failed" in out
@@ -32,9 +35,6 @@ def test_a_sweep_runs_reports_failures_and_can_be_given_again(tmp_path, monkeypa
     done = sorted(p for name, p in folders.items() if name != bad)
     words_to_compare = shlex.split(out.partition("compare them: ")[2])
     assert words_to_compare == ["metacal", "compare", *(str(p.relative_to(tmp_path)) for p in done)]
-    for folder in done:
-        summary = json.loads((folder / "summary.json").read_text())
-        assert summary["command"].endswith("threads=1") and (folder / "log.txt").read_text()
     assert not (folders[bad] / "summary.json").exists()
 
     words[words.index("optimizer.lr=0.1,0.2,1e30")] = "optimizer.lr=0.1,0.2"

@@ -28,7 +28,7 @@ from metacal.pixels import Pixels
 from metacal.predictions import Predictions
 from metacal.training.setup import Parts, build_parts
 
-K, SHAPE, STEPS = 4, (2, 4, 4), 10
+K, SHAPE, STEPS = 4, (2, 4, 4), 6
 
 Made = dict[str, Tensor]
 
@@ -212,11 +212,11 @@ CASES: dict[str, Callable[[], Made]] = {
     "normalised, forward": partial(train, f"{NET} optimizer.lr=0.02 penalties.hessian_trace.weight=0.01", norm=True),
     "normalised, reverse": partial(train, f"{NET} meta.engine=reverse {OPTIMIZERS['adam']}", norm=True),
     "products": products,
-    "gamma_net, float32": partial(train, TRAININGS["gamma_net, sgd"], torch.float32, steps=2 * STEPS),
-    "default, float32": partial(train, f"method=metacal {OPTIMIZERS['sgd']}", torch.float32, steps=2 * STEPS),
+    "gamma_net, float32": partial(train, TRAININGS["gamma_net, sgd"], torch.float32, steps=20),
 }
 SLOW: dict[str, Callable[[], dict[str, Any]]] = {
     **CASES,
+    "default, float32": partial(train, f"method=metacal {OPTIMIZERS['sgd']}", torch.float32, steps=20),
     "spoken": spoken,
     "normalised, difference": partial(train, f"{NET} meta.engine=difference", norm=True),
     "normalised, horizon, sam": partial(train, f"{NET} meta.horizon=2 {OPTIMIZERS['sam']}", norm=True),

@@ -8,7 +8,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -225,6 +227,22 @@ def test_two_ranks_make_the_run_of_one_process(alone, tmp_path, capfd):
             assert np.array_equal(shared["logits"], p.logits.numpy()), "to the last bit"
 
 
+def children_of(pid: int) -> list[int]:
+    """In the order of their start."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def has_saved(folder: Path, beyond: int, runs: Callable[[], bool]) -> bool:
+    """Wait for a checkpoint after more than `beyond` steps; whether there was one while it `runs`."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end and runs():
+        with suppress(InputError):
+            if checkpoint.load(folder / "checkpoints/last.pt", of_run=False)["progress"]["step"] > beyond:
+                return True
+        time.sleep(0.01)
+    return False
+
+
 class Started:
     """`metacal train WORDS` as a process, by whatever `command` starts it."""
 
@@ -243,18 +261,12 @@ class Started:
         )
 
     def ranks(self) -> list[int]:
-        pid = self.process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return children_of(self.process.pid)
 
     def has_saved(self, beyond: int = 0) -> None:
         """Wait for a checkpoint after more than `beyond` steps."""
-        end = time.monotonic() + 120
-        while time.monotonic() < end and self.process.poll() is None:
-            with suppress(InputError):
-                if checkpoint.load(self.folder / "checkpoints/last.pt", of_run=False)["progress"]["step"] > beyond:
-                    return
-            time.sleep(0.01)
-        raise AssertionError(f"saved nothing: {self.process.communicate(timeout=60)}")
+        if not has_saved(self.folder, beyond, lambda: self.process.poll() is None):
+            raise AssertionError(f"saved nothing: {self.process.communicate(timeout=60)}")
 
     def ended(self, seconds: float = 120) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=seconds)
@@ -265,12 +277,20 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="fi
 
 
 @needs_proc
-def test_a_killed_rank_ends_the_run_and_one_process_goes_on_with_it(alone, tmp_path):
-    started = Started([*WORDS, "launch.ranks=2"], tmp_path)
-    started.has_saved()
-    os.kill(started.ranks()[1], signal.SIGKILL)
-    status, _, err = started.ended()
+def test_a_killed_rank_ends_the_run_and_one_process_goes_on_with_it(alone, tmp_path, capfd):
+    others, ended = children_of(os.getpid()), threading.Event()
+
+    def kill_the_second() -> None:
+        if has_saved(tmp_path, 0, lambda: not ended.is_set()):
+            os.kill([child for child in children_of(os.getpid()) if child not in others][1], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_the_second)
+    thread.start()
+    status = main(["train", *WORDS, "launch.ranks=2", f"run_dir={tmp_path}"])
+    ended.set()
+    thread.join()
     assert status == 1
+    _, err = capfd.readouterr()
     assert err == "metacal: rank 1 of 2 was killed (SIGKILL); the same command goes on from the last checkpoint\n"
     assert not (tmp_path / "summary.json").exists()
     assert main(["train", *WORDS, f"run_dir={tmp_path}"]) == 0

@@ -105,11 +105,9 @@ def test_methods_side_by_side(study):
 def test_what_is_not_finished_is_named(study, tmp_path):
     lost = dataclasses.replace(study.jobs[-1], folder=RunFolder(tmp_path / "lost" / "seed1"))
     part = dataclasses.replace(study, jobs=study.jobs[:-1], unfinished=[lost])
-    for report in (compare, validation):
-        text = report.report(part)[0].read_text()
-        assert f"{lost.folder.path}: stopped before training began" in text
-        assert "7 runs, 1 more not finished" in text
-    assert "over 1 or 2 seeds" in text
+    text = validation.report(part)[0].read_text()
+    assert f"{lost.folder.path}: stopped before training began" in text
+    assert "7 runs, 1 more not finished" in text and "over 1 or 2 seeds" in text
 
 
 def test_runs_of_several_versions_name_their_own(study):

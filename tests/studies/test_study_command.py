@@ -19,6 +19,8 @@ def test_a_failing_run_is_named_and_the_others_are_reported(tmp_path, monkeypatc
     assert main(["study", "mine.yaml", "jobs=2", "threads=1"]) == 1
     out, err = capfd.readouterr()
     assert "runs/mine/report/table.md" in out
+    (good,) = (tmp_path / "runs/mine").glob("*/seed0/summary.json")
+    assert json.loads(good.read_text())["command"].endswith("threads=1") and (good.parent / "log.txt").read_text()
     assert "bad seed=0 failed: metacal: " in err and "1 of 2 runs failed (bad seed=0)" in err
     text = (tmp_path / "runs/mine/report/table.md").read_text()
     assert "1 run, 1 more not finished" in text and "Left out: runs/mine/" in text

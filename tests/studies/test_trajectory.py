@@ -12,6 +12,7 @@ from metacal.cli import main
 from metacal.errors import InputError
 from metacal.studies import grid
 from metacal.studies.trajectory import HELD_OUT_SHARPNESS, SHARPNESS, coupling, lag_of_best_correlation
+from metacal.training.run import run
 
 
 def test_lag_is_found_and_signed():
@@ -48,14 +49,13 @@ def test_coupling_pairs_values_of_the_same_step():
 
 
 def test_a_study_composes_all_of_its_runs_before_any_starts():
-    study = grid.load_study("trajectory", words=["data=digits"])
+    study = grid.load_study("trajectory", "paper", ["data=digits"])
     assert Counter(job.label for job in study.jobs) == {
         **dict.fromkeys(("GD", "SGD", "AdamW", "Muon", "SAM"), 4),
         "BulkSGD": 6,
     }
     assert len({str(job.folder.path) for job in study.jobs}) == 26
-    paper = grid.load_study("trajectory", "paper", ["data=digits"])
-    assert all("monitor.subset=5000" in job.words and "monitor.subset=500" not in job.words for job in paper.jobs)
+    assert all("monitor.subset=5000" in job.words and "monitor.subset=500" not in job.words for job in study.jobs)
     for arguments, message in (
         (("trajectry",), "did you mean 'trajectory'"),
         (("trajectory", "papr"), "did you mean 'paper'"),
@@ -74,21 +74,21 @@ def test_a_tiny_study_from_end_to_end(tmp_path, monkeypatch, capsys):
         "report: trajectory\n"
         "common: [method=cross_entropy, model=mlp, 'model.hidden=[8]', data=digits, data.train_size=200, epochs=6,\n"
         "  monitor=full, monitor.every=2, monitor.subset=100, monitor.max_share=null, monitor.certificate=0,\n"
-        "  monitor.resamples=0]\n"
+        "  monitor.resamples=0, monitor.figures_every=0]\n"
         "groups:\n"
         "  SGD: {words: [data.batch_size=100], sweep: {optimizer.lr: [0.05, 0.2]}}\n"
     )
     monkeypatch.setattr(grid, "config_dir", lambda: tmp_path / "configs")
+    for job in grid.load_study("tiny").jobs:  # in this process: a study starts each in one of its own
+        assert run(job.config, job.folder, job.words).status == 0
     assert main(["study", "tiny", "jobs=2"]) == 0
     out = capsys.readouterr().out
-    assert "SGD, published" in out and "2 runs: 2 waiting" in out
+    assert "SGD, published" in out and "2 runs, all finished" in out
     report = tmp_path / "runs" / "tiny" / "report"
     assert {p.name for p in report.iterdir()} == {"table.md", "numbers.json", "phase.png", "curves.png"}
     numbers = json.loads((report / "numbers.json").read_text())
     assert len(numbers["runs"]) == 2
     assert all(-1 <= run["own"]["held-out ECE"]["pearson"] <= 1 for run in numbers["runs"])
-    assert main(["study", "tiny", "jobs=2"]) == 0
-    assert "2 runs, all finished" in capsys.readouterr().out
     assert main(["study", "redraw", str(report / "numbers.json"), "docs"]) == 0
     pictures = {"tiny_phase.png": "phase.png", "tiny_curves.png": "curves.png"}
     assert {p.name for p in (tmp_path / "docs").iterdir()} == {"tiny.md", "tiny.json", *pictures}

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,25 +23,6 @@ WORDS = [
 ]
 WORDS += ["threads=1", "progress=false"]
 
-# A process that stands still before it makes its data, after it has looked at the folder, until the file `go` is there.
-SLOW = """
-import sys, time
-from pathlib import Path
-import metacal.training.run as module
-from metacal.cli import main
-
-here, make = Path(sys.argv[1]), module.prepare_data
-
-def wait(*args):
-    (here / "ready").write_text("")
-    while not (here / "go").exists():
-        time.sleep(0.01)
-    return make(*args)
-
-module.prepare_data = wait
-raise SystemExit(main(sys.argv[2:]))
-"""
-
 
 def start(code: list[str], cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(
@@ -53,13 +33,6 @@ def start(code: list[str], cwd: Path) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def wait_for(file: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while not file.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.01)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -92,18 +65,21 @@ def test_a_run_that_was_ended_meanwhile_is_not_wiped(how, tmp_path, monkeypatch,
     assert files(tmp_path / "runs") == ended and any(name.endswith("summary.json") for name in ended)
 
 
-def test_a_run_of_a_grid_that_another_process_ended_meanwhile_is_skipped(tmp_path, monkeypatch):
+def test_a_run_of_a_grid_that_was_ended_meanwhile_is_skipped(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [*WORDS, "name=same"]
-    late = start(["-c", SLOW, str(tmp_path), "train", "-m", *words, "seed=0"], tmp_path)
-    wait_for(tmp_path / "ready", late)
-    assert main(["train", *words]) == 0
-    (run,) = Path("runs/same").glob("*/seed0")
-    before = files(run)
-    (tmp_path / "go").write_text("")
-    out, _ = late.communicate(timeout=120)
-    assert late.returncode == 0 and "already finished, skipped" in out, out
-    assert files(run) == before and "summary.json" in before
+    ended: dict[str, bytes] = {}
+
+    def prepared(*args):
+        monkeypatch.setattr("metacal.training.run.prepare_data", prepare_data)
+        assert main(["train", *words]) == 0
+        ended.update(files(tmp_path / "runs"))
+        return prepare_data(*args)
+
+    monkeypatch.setattr("metacal.training.run.prepare_data", prepared)
+    assert main(["train", "-m", *words, "seed=0"]) == 0
+    assert "already finished, skipped" in capsys.readouterr().out
+    assert files(tmp_path / "runs") == ended and any(name.endswith("summary.json") for name in ended)
 
 
 @pytest.mark.slow

@@ -78,13 +78,14 @@ def dual_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> T
     """Dual focal loss -(1 - p_y + p_j)^gamma log p_y (Tao et al. 2023). Shapes `(N, K)`, `(N,)`, gamma >= 0 -> `(N,)`.
 
     p_j is the largest probability among the classes less probable than y, max {p_k : p_k < p_y}, and 0 where there is
-    none. The gradient flows through it. Which classes are less probable is read from the logits, where a tie of
-    probabilities by rounding is none. The base of the power is floored as in `focal`.
+    none. The gradient flows through it, of several equal ones through the first. Which classes are less probable is
+    read from the logits, where a tie of probabilities by rounding is none. The base of the power is floored as in
+    `focal`.
     """
     logits = _checked(logits, labels)
     log_p = _log_probability(logits, labels)
-    less = logits < logits.gather(-1, labels.unsqueeze(-1))
-    below = torch.where(less, F.softmax(logits, dim=-1), 0.0).amax(dim=-1)
+    gap = _next_below(logits, labels) - _of_label(logits, labels)
+    below = (log_p + torch.where(gap < 0, gap, -math.inf)).exp()
     gamma = _per_sample("gamma", gamma, log_p)
     return _modulated(log_p, lambda log_p: torch.clamp(below - torch.expm1(log_p), min=PROBABILITY_FLOOR) ** gamma)
 
@@ -97,9 +98,8 @@ def inverse_focal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -
     -log p_y keeps its digits near p = 1, where that weight makes much of it.
     """
     logits = _checked(logits, labels)
-    log_p = _log_probability(logits, labels)
-    gamma = _per_sample("gamma", gamma, log_p)
-    log_p = _with_digits(log_p, logits, labels, gamma != 0)  # gamma = 0 is cross-entropy, bit for bit
+    gamma = _per_sample("gamma", gamma, logits[:, 0])
+    log_p = _log_probability(logits, labels, gamma != 0)  # gamma = 0 is cross-entropy, bit for bit
     return _modulated(log_p, lambda log_p: _raised(log_p, gamma))
 
 
@@ -115,10 +115,9 @@ def adafocal(logits: Tensor, labels: Tensor, gamma: float | Tensor = 1.0) -> Ten
     if not isinstance(gamma, Tensor):
         require(math.isfinite(gamma), f"gamma must be finite, got {gamma}")
         return focal(logits, labels, gamma) if gamma >= 0 else inverse_focal(logits, labels, -gamma)
-    log_p = _log_probability(logits, labels)
-    gamma = _entries("gamma", gamma, log_p)
+    gamma = _entries("gamma", gamma, logits[:, 0])
     up = gamma < 0
-    log_p = _with_digits(log_p, logits, labels, up)
+    log_p = _log_probability(logits, labels, up)
     above, below = torch.where(up, -gamma, 0.0), torch.where(up, 0.0, gamma)
     return _modulated(log_p, lambda log_p: torch.where(up, _raised(log_p, above), _miss(log_p) ** below))
 
@@ -278,33 +277,43 @@ def _less_rows(x: Tensor, labels: Tensor) -> Tensor:
     return x.scatter_add(-1, labels.unsqueeze(-1), x.new_full((len(x), 1), -1.0))
 
 
-def _log_probability(logits: Tensor, labels: Tensor) -> Tensor:
+def _log_probability(logits: Tensor, labels: Tensor, near_one: bool | Tensor = False) -> Tensor:
     """log p_y of each row (N,); log p of every class (N, K) where labels are probabilities.
 
-    Of large arrays it is (z_y - m) - log Σ_k e^{z_k - m}, m the maximum, whose mixed derivative takes autograd four
-    arrays as large as the logits; of small ones log_softmax, which takes six, and one kernel in place of six.
+    With m the maximum and s = Σ_{k≠y} e^{z_k - m}, of large arrays it is (z_y - m) - log(e^{z_y - m} + s), whose mixed
+    derivative takes autograd four arrays as large as the logits; of small ones log_softmax, which takes six, and one
+    kernel in place of eight.
+
+    near_one: the rows whose log p keeps its digits near p = 1, where the sum is 1 + s and loses s below 1e-16 (float32:
+    6e-8): there it is -log1p(s / e^{z_y - m}).
     """
-    if labels.dim() == 2 or logits.numel() < _LARGE:
-        return _of_label(F.log_softmax(logits, dim=-1), labels)
+    small = labels.dim() == 2 or logits.numel() < _LARGE
+    log_p = _of_label(F.log_softmax(logits, dim=-1), labels) if small else None
+    if log_p is not None and near_one is False:
+        return log_p
     top = logits.detach().amax(dim=-1, keepdim=True)
-    return _of_label(logits, labels) - top.squeeze(-1) - (logits - top).exp().sum(dim=-1).log()
+    others = (logits - top).scatter(-1, labels.unsqueeze(-1), -math.inf).exp().sum(dim=-1)
+    label = _of_label(logits, labels) - top.squeeze(-1)
+    if log_p is None:
+        log_p = label - (label.exp() + others).log()
+    if near_one is False:
+        return log_p
+    near_one = (log_p > -0.1) & near_one  # elsewhere an exponential might overflow, and nothing is lost
+    return torch.where(near_one, -torch.log1p(others / torch.where(near_one, label, 0.0).exp()), log_p)
+
+
+def _next_below(logits: Tensor, labels: Tensor) -> Tensor:
+    """max {z_k : z_k < z_y} of each row (N,), with its gradient, of the first where several are equal; some z_k >= z_y
+    where there is none."""
+    with torch.no_grad():
+        less = logits < logits.gather(-1, labels.unsqueeze(-1))
+        place = torch.where(less, logits, -math.inf).argmax(dim=-1)
+    return _of_label(logits, place)
 
 
 def _of_label(x: Tensor, labels: Tensor) -> Tensor:
     """x_y of each row (N,); x where labels are probabilities."""
     return x if labels.dim() == 2 else x.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-
-def _with_digits(log_p: Tensor, logits: Tensor, labels: Tensor, rows: bool | Tensor) -> Tensor:
-    """log p_y with the digits of 1 - p near p = 1, -log1p(Σ_{k≠y} exp(z_k - z_y)), in the `rows` that need them.
-
-    log_softmax adds that sum to 1 before the logarithm, and so rounds it to 0 where it is below 1e-16 (float32: 6e-8).
-    """
-    index = labels.unsqueeze(-1)
-    near_one = (log_p > -0.1) & rows  # elsewhere an exponential might overflow, and nothing is lost
-    others = near_one.unsqueeze(-1) & (torch.arange(logits.shape[-1], device=logits.device) != index)
-    odds = torch.where(others, logits - logits.gather(-1, index), -math.inf).exp().sum(dim=-1)
-    return torch.where(near_one, -torch.log1p(odds), log_p)
 
 
 def _miss(log_p: Tensor) -> Tensor:

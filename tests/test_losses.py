@@ -219,11 +219,11 @@ def test_large_arrays_have_the_same_losses_in_less_memory(monkeypatch: pytest.Mo
     for name in names:
         torch.testing.assert_close(made(name), small[name], rtol=1e-10, atol=1e-13)
     z, gamma = torch.randn(200, 1000, requires_grad=True), torch.ones(200, requires_grad=True)
-    for name, arrays in (("focal", 4.1), ("signed_focal", 4.1), ("inverse_focal", 5.4), ("adafocal", 5.4)):
+    for name in names[1:]:
         with Peak() as memory:
             (slope,) = torch.autograd.grad(losses.LOSSES[name](z, torch.arange(200), gamma).sum(), z, create_graph=True)
             torch.autograd.grad(slope, gamma, z.detach())
-        assert 2 < memory.peak / (z.numel() * 4) < arrays, name
+        assert 2 < memory.peak / (z.numel() * 4) < 4.1, name
 
 
 @given(st.integers(1, 9), st.integers(2, 6), st.integers(0, 10**6))

@@ -26,6 +26,7 @@ from metacal.errors import InputError
 
 __all__ = [
     "dot",
+    "dots",
     "filled",
     "hv_along",
     "hv_by_reverse",
@@ -50,6 +51,12 @@ def dot(a: Cotangents, b: Cotangents) -> Tensor | None:
     """Σ ⟨a, b⟩ over the pairs without a None, or None if there is no pair."""
     terms = [torch.dot(s.reshape(-1), t.reshape(-1)) for s, t in zip(a, b) if s is not None and t is not None]
     return torch.stack(terms).sum() if terms else None
+
+
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """⟨a, b⟩, ‖a‖² and ‖b‖², (3,), without an array as large."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    return torch.stack([a @ b, a @ a, b @ b])
 
 
 def pulled_back(z: Tensor, params: Sequence[Tensor], w: Tensor) -> list[Tensor]:

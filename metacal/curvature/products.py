@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from metacal.autodiff.derivatives import (
     dot,
+    dots,
     filled,
     hv_along,
     hv_by_reverse,
@@ -237,14 +238,11 @@ class Curvature:
         assert recorded.g is not None and recorded.u is not None
         return jv_by_reverse(recorded.g, recorded.u, v)
 
-    def _verify(self, route: str, jv: Tensor, w: Tensor, back: list[Tensor], v: list[Tensor]) -> None:
-        """RuntimeError unless ⟨w, J v⟩ = ⟨Jᵀw, v⟩, where Jᵀw is an ordinary reverse pass."""
-        if self._checked:
-            return
-        squares = float(jv.square().sum()), float(w.square().sum())
-        left, right, jv2, w2 = self.problem.total_of(float((w * jv).sum()), float(dot(back, v) or 0.0), *squares)
+    def _verify(self, route: str, sums: Tensor, back: list[Tensor], v: list[Tensor]) -> None:
+        """RuntimeError unless ⟨w, J v⟩ = ⟨Jᵀw, v⟩, where Jᵀw is an ordinary reverse pass. sums: `dots(w, J v)`."""
+        left, w2, jv2, right = self.problem.total_of(*sums.tolist(), float(dot(back, v) or 0.0))
         scale, gap = math.sqrt(jv2 * w2), abs(left - right)
-        if gap > (1e-7 if jv.dtype == torch.float64 else 2e-3) * scale:
+        if gap > (1e-7 if sums.dtype == torch.float64 else 2e-3) * scale:
             self._failed[route] = f"its product disagrees with the reverse pass by {gap / scale:.1e}"
             raise RuntimeError(self._failed[route])
         self._checked = True
@@ -258,7 +256,7 @@ class Curvature:
             if not self._checked:
                 w = jv.clone()
                 w.view(-1)[::3] *= -0.5  # not J v itself, to which an error may be orthogonal
-                self._verify(route, jv, w, self._jtu(w), v)
+                self._verify(route, dots(w, jv), self._jtu(w), v)
             return jv
 
         with self.problem.math():
@@ -294,15 +292,17 @@ class Curvature:
         v = check_vector(v, self.params)
 
         def product(route: str) -> list[Tensor]:
-            total: list[Tensor] = []
-            moved, pulled = [], []
+            total, sums = list[Tensor](), list[Tensor]()
             for i, part in self._active():
                 z = self._record(i, route).z
-                moved.append(self._jv_chunk(i, v, route))
-                pulled.append(logit_hessian(z.detach(), part.y, moved[-1], part.loss) / self.problem.total)
-                of_chunk = pulled_back(z, self.params, pulled[-1])
+                jv = self._jv_chunk(i, v, route)
+                pulled = logit_hessian(z.detach(), part.y, jv, part.loss).div_(self.problem.total)
+                sums += [] if self._checked else [dots(pulled, jv)]
+                del jv  # as large as the logits, as what comes next is
+                of_chunk = pulled_back(z, self.params, pulled)
                 total = _added(total, of_chunk) if total else of_chunk
-            self._verify(route, torch.cat(moved), torch.cat(pulled), total, v)
+            if sums:
+                self._verify(route, torch.stack(sums).sum(0), total, v)
             return total
 
         with self.problem.math():

@@ -46,8 +46,10 @@ def true_margin(logits: Tensor, labels: Tensor) -> Tensor:
     logits = _checked(logits)
     _check_labels(logits, labels)
     at = labels.long()[:, None]
-    others = logits.scatter(1, at, -math.inf).max(dim=1).values
-    return logits.gather(1, at).squeeze(1) - others
+    rival = logits.detach().scatter(1, at, -math.inf).argmax(1, keepdim=True)  # no graph keeps the copy
+    rival = torch.where(rival == at, (at + 1) % logits.shape[1], rival)  # where all the others are -inf
+    label, other = logits.gather(1, torch.cat([at, rival], 1)).unbind(1)
+    return label - other
 
 
 def predicted_margin(logits: Tensor) -> Tensor:

@@ -57,10 +57,8 @@ class CurveGamma(nn.Module):
 
     def forward(self, features: Tensor | None = None, *, logits: Tensor, labels: Tensor, **_: object) -> Tensor:
         """gamma `(N,)` for logits `(N, K)` and labels `(N,)`."""
-        log_p = F.log_softmax(logits.detach().to(self.last.weight.dtype), dim=1)
-        p = log_p.exp()
-        # a class that is ruled out (log p = -inf) has no share of the entropy
-        entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(1) / math.log(p.shape[1])
+        p = F.softmax(logits.detach().to(self.last.weight.dtype), dim=1)
+        entropy = torch.special.entr(p).sum(1) / math.log(p.shape[1])
         x = torch.stack([p.amax(1), entropy, p.gather(1, labels.unsqueeze(1)).squeeze(1)], dim=1)
         score = self.last(torch.tanh(self.first(2 * x - 1))).squeeze(1)
         return cap(score, self.tau, self.gamma_max, self.gamma_min)

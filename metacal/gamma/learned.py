@@ -273,9 +273,11 @@ class GammaNet(nn.Module):
         if self.num_classes:
             if labels is None:
                 raise InputError("labels must be given: this GammaNet is label-aware")
-            known = seen.new_zeros(len(labels), self.num_classes).scatter(1, labels[:, None], 1.0)
-            seen = torch.cat([seen, known], dim=1)
-        score = self.last(F.relu(self.first(seen))).squeeze(-1)
+            of_seen, of_labels = self.first.weight.split([seen.shape[1], self.num_classes], dim=1)
+            hidden = F.linear(seen, of_seen, self.first.bias) + F.embedding(labels, of_labels.T)  # [seen, one-hot] Wᵀ
+        else:
+            hidden = self.first(seen)
+        score = self.last(F.relu(hidden)).squeeze(-1)
         return cap(score, self.tau, self.gamma_max, self.gamma_min)
 
     @torch.no_grad()

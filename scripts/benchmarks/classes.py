@@ -108,6 +108,8 @@ CASES: dict[str, Run] = {
     "gamma_net": partial(source, lambda k: gamma.GammaNet(64)),
     "gamma_net, label_aware": partial(source, lambda k: gamma.GammaNet(64, num_classes=k)),
     "gamma flsd": partial(source, lambda k: gamma.FLSD()),
+    "gamma curve": partial(source, lambda k: gamma.CurveGamma()),
+    "gamma adafocal": partial(source, lambda k: gamma.AdaFocal()),
     "robust margin": partial(of_network, partial(margins.robust_margin, eps=0.1)),
     "gn_trace": partial(of_network, gn_trace),
     "gn_trace, exact": partial(of_network, partial(gn_trace, exact=True)),

@@ -19,11 +19,14 @@ class Peak(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._given: set[int] = set()
+        self._given: dict[int, StorageWeakRef] = {}  # alive, since another storage may get a dead one's address
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._given |= {s._cdata for s in _storages((args, kwargs))} - self._made.keys()
+        self._given = {key: given for key, given in self._given.items() if not given.expired()}
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in self._made:
+                self._given.setdefault(storage._cdata, StorageWeakRef(storage))
         out = func(*args, **(kwargs or {}))
         self._made = {key: value for key, value in self._made.items() if not value[0].expired()}
         for storage in _storages(out):

@@ -145,7 +145,8 @@ def collect(study: Study) -> dict[str, Any]:
         named = {"label": job.label, "seed": job.config.seed, "swept": dict(job.swept), "folder": str(job.folder.path)}
         runs.append({**named, "training sharpness": coupling(whole), "own": coupling(whole, own=True), "series": saved})
     losses = sorted({job.config.loss.name for job in study.jobs})
-    return {**pages.about(study), "losses": losses, "runs": runs}
+    beside = {} if "published" not in study.spec else {"published": study.spec["published"]}
+    return {**pages.about(study), "losses": losses, **beside, "runs": runs}
 
 
 Runs = Sequence[Mapping[str, Any]]
@@ -162,7 +163,8 @@ def _series(run: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 def tables(numbers: Mapping[str, Any]) -> list[Table]:
     """Correlations by group with the published ones, with the other partners, where the runs end, and each run."""
     runs = numbers["runs"]
-    published = PUBLISHED if numbers["losses"] == ["cross_entropy"] else {}
+    # A variant with other data says that these values are not for it.
+    published = numbers.get("published", PUBLISHED if numbers["losses"] == ["cross_entropy"] else {})
     return [
         _published_table(runs, published, "training sharpness", "of the training images"),
         _published_table(runs, published, "own", "of the same images"),

@@ -170,7 +170,7 @@ class CurvatureMonitor:
         assert state.optimizer is not None
         group = state.optimizer.param_groups[0]
         lr = group["lr"]
-        if lr == 0:
+        if lr == 0 or any(other["lr"] != lr for other in state.optimizer.param_groups):  # the edge is of one rate
             return {}
         if isinstance(state.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             beta = group["betas"][0]

@@ -30,6 +30,7 @@ __all__ = [
     "nesterov",
     "parameter_groups",
     "rate",
+    "slow_head",
 ]
 
 Parameters = Iterable[nn.Parameter] | list[dict[str, Any]]
@@ -75,15 +76,31 @@ def parameter_groups(module: nn.Module, weight_decay: float, decay_norm_and_bias
 
     With `decay_norm_and_bias=False` the parameters of at most one dimension (biases, affine norms) get none.
     """
+    return _by_decay(_trainable(module), weight_decay, decay_norm_and_bias)
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
     parameters = [p for p in module.parameters() if p.requires_grad]
     require(bool(parameters), "the model has no trainable parameter (requires_grad is false for all of them)")
-    if decay_norm_and_bias or weight_decay == 0:
-        return [{"params": parameters, "weight_decay": weight_decay}]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    return parameters
+
+
+def _by_decay(parameters: list[nn.Parameter], weight_decay: float, all_of_them: bool) -> list[dict[str, Any]]:
+    if all_of_them or weight_decay == 0:
+        groups = [{"params": parameters, "weight_decay": weight_decay}]
+    else:
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
     return [g for g in groups if g["params"]]
+
+
+@torch.no_grad()
+def slow_head(head: nn.Module, head_lr: float) -> None:
+    """Multiply the first weights and bias of a head by √head_lr, in place: see `OptimizerOptions.groups`."""
+    for p in head.parameters():
+        p.mul_(head_lr**0.5)
 
 
 @dataclass
@@ -96,6 +113,7 @@ class OptimizerOptions:
     lr: float = rate(0.1)
     weight_decay: float = decay(5e-4)
     decay_norm_and_bias: bool = option(True, "false: no weight decay on one-dimensional parameters (biases, norms)")
+    head_lr: float = option(1.0, "rate of the last layer in units of lr; its first weights shrink by the root", above=0)
 
     whole_set: ClassVar[bool] = False
 
@@ -109,7 +127,23 @@ class OptimizerOptions:
 
     def build(self, module: nn.Module, loss: str = "cross_entropy") -> Optimizer:
         """The optimizer of a backbone's trainable parameters. loss: what curvature is taken of, for those that do."""
-        return self.over(parameter_groups(module, self.weight_decay, self.decay_norm_and_bias))
+        return self.over(self.groups(module))
+
+    def groups(self, module: nn.Module) -> list[dict[str, Any]]:
+        """`parameter_groups`, those of the head apart where it has a rate of its own.
+
+        With head_lr = α² the head has the rate α² lr and the weight decay of `weight_decay` / α², which shrinks it as
+        fast as before. From first weights times α (`slow_head`) SGD then trains what it would with logits times α.
+        """
+        if self.head_lr == 1:
+            return parameter_groups(module, self.weight_decay, self.decay_norm_and_bias)
+        head = getattr(module, "head", None)
+        require(isinstance(head, nn.Module), f"head_lr must be 1 for a model without a `head`, got {self.head_lr}")
+        of_head = {id(p) for p in head.parameters()}
+        body, last = ([p for p in _trainable(module) if (id(p) in of_head) == which] for which in (False, True))
+        slow = _by_decay(last, self.weight_decay / self.head_lr, self.decay_norm_and_bias)
+        slow = [{**group, "lr": self.lr * self.head_lr} for group in slow]
+        return _by_decay(body, self.weight_decay, self.decay_norm_and_bias) + slow
 
 
 @dataclass

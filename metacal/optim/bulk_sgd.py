@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from metacal import ranks
 from metacal.curvature.spectrum import top_eigenpairs
 from metacal.errors import InputError, require, require_choice
-from metacal.optim.basic import SGDOptions, decay, momentum, parameter_groups, rate
+from metacal.optim.basic import SGDOptions, decay, momentum, rate
 from metacal.optim.through import THROUGH, sgd_through
 from metacal.optim.transpose import TRANSPOSES, Cotangents, by_groups, sgd_group
 from metacal.options import option
@@ -43,9 +43,8 @@ class BulkSGDOptions(SGDOptions):
     tolerance: float = option(1e-3, "of the eigenvalues, relative", above=0, below=1)
 
     def build(self, module: nn.Module, loss: str = "cross_entropy") -> BulkSGD:
-        groups = parameter_groups(module, self.weight_decay, self.decay_norm_and_bias)
         own: dict[str, Any] = {"k": self.k, "matrix": self.matrix, "every": self.every, "tol": self.tolerance}
-        return BulkSGD(groups, self.lr, module, loss=loss, **own, **self.momenta())
+        return BulkSGD(self.groups(module), self.lr, module, loss=loss, **own, **self.momenta())
 
 
 class BulkSGD(SGD):

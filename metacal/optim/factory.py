@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from metacal.errors import require_choice
+from metacal.errors import require, require_choice
 from metacal.optim.basic import (
     AdamOptions,
     AdamWOptions,
@@ -61,4 +61,5 @@ def build_optimizer(name: str, groups: Parameters, lr: float, **options: Any) ->
     require_choice("optimizer.name", name, ("sgd", "adam", "adamw"))
     part = built(f"optimizer {name}", OPTIMIZERS[name], {"lr": lr, **options})
     part.check("optimizer.")
+    require(part.head_lr == 1, f"optimizer.head_lr needs a model, got {part.head_lr} for parameters or groups of them")
     return part.over(groups)

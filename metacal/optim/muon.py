@@ -53,6 +53,7 @@ class MuonOptions(OptimizerOptions):
 
     def check(self, prefix: str = "") -> None:
         super().check(prefix)
+        require(self.head_lr == 1, f"{prefix}head_lr must be 1 under muon, whose head has rest_lr, got {self.head_lr}")
         require(
             not self.nesterov or self.momentum > 0,
             f"{prefix}nesterov=true needs momentum > 0, got momentum {self.momentum}",

@@ -44,6 +44,11 @@ class SAMOptions:
 
     whole_set: ClassVar[bool] = False
 
+    @property
+    def head_lr(self) -> float:
+        """Of the optimizer inside."""
+        return float(self.base.head_lr)
+
     def check(self, prefix: str = "") -> None:
         """As `OptimizerOptions.check`."""
         check_options(self, prefix)

@@ -35,6 +35,7 @@ from metacal.modes import evaluation_mode
 from metacal.monitors import measurable
 from metacal.network import Network, coupling_layer
 from metacal.objective import Term, class_weights
+from metacal.optim.basic import slow_head
 from metacal.options import options_of
 from metacal.pixels import Pixels, require_known
 
@@ -320,7 +321,9 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 def build_backbone(config: Config, data: Data, device: torch.device) -> Backbone:
     """The backbone that `config.model` names, for `data`, on `device`; its initialisation depends on the seed alone."""
     with _seeded(config.seed, device):
-        return Backbone(build_model(config.model, data.n_classes, data.input_shape)).to(device)
+        backbone = Backbone(build_model(config.model, data.n_classes, data.input_shape))
+    slow_head(backbone.head, optimizer_of(config).head_lr)
+    return backbone.to(device)
 
 
 def build_gamma(config: Config, backbone: Backbone, train: AnyBatches) -> nn.Module | None:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
+from metacal import Backbone
 from metacal.errors import InputError
 from metacal.optim import backbone_optimizer, build_optimizer, parameter_groups
+from metacal.optim.basic import slow_head
 
 
 def test_norm_and_bias_may_go_without_weight_decay():
@@ -26,6 +31,36 @@ def test_frozen_parameters_stay_out():
     net.weight.requires_grad_(False)
     with pytest.raises(InputError, match="no trainable parameter"):
         parameter_groups(net, 0.0)
+
+
+@pytest.mark.parametrize("decay_norm_and_bias", [True, False])
+def test_a_slow_head_is_a_scale_of_the_logits_under_sgd(decay_norm_and_bias):
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 3).double(), torch.arange(20) % 4
+    slow = Backbone(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double())
+    scaled = copy.deepcopy(slow)
+    slow_head(slow.head, 1 / 16)
+    options = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.02, "decay_norm_and_bias": decay_norm_and_bias}
+    for net, scale, head_lr in ((slow, 1.0, 1 / 16), (scaled, 0.25, 1.0)):
+        optimizer = backbone_optimizer(net, "sgd", head_lr=head_lr, **options)
+        for _ in range(30):
+            optimizer.zero_grad()
+            cross_entropy(scale * net(x)[0], y).backward()
+            optimizer.step()
+    torch.testing.assert_close(slow(x)[0], 0.25 * scaled(x)[0], rtol=0, atol=1e-13)
+
+
+def test_the_rate_of_a_head_needs_a_head():
+    net = Backbone(nn.Sequential(nn.Flatten(), nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+    assert backbone_optimizer(net, "sam", base="adam", lr=0.1, head_lr=0.25).param_groups[1]["lr"] == 0.025
+    with pytest.raises(InputError, match=r"optimizer\.head_lr must be 1 under muon, whose head has rest_lr, got 0\.25"):
+        backbone_optimizer(net, "muon", head_lr=0.25)
+    with pytest.raises(InputError, match=r"head_lr must be 1 for a model without a `head`, got 0\.25"):
+        backbone_optimizer(nn.Linear(3, 2), "sgd", head_lr=0.25)
+    with pytest.raises(InputError, match=r"optimizer\.head_lr needs a model, got 0\.25"):
+        build_optimizer("sgd", net.parameters(), 0.1, head_lr=0.25)
+    with pytest.raises(InputError, match=r"optimizer\.head_lr must be > 0, got 0"):
+        backbone_optimizer(net, "sgd", head_lr=0)
 
 
 def test_names_and_settings():

@@ -189,7 +189,9 @@ def _resampled(
         # numpy takes columns twice as fast as torch.
         return [form(torch.from_numpy(counts.take(order.cpu(), 1)).t()) for order, form in zip(orders, forms)]
 
-    blocks = in_threads(measured, _draws(len(sets[0]), n, seed))
+    draws = _draws(len(sets[0]), n, seed)
+    # A function of somebody's own may count on the modes of this thread, such as its default device.
+    blocks = in_threads(measured, draws) if all(m.weighted for m, _ in measures) else list(map(measured, draws))
     return [torch.cat(of_set, 1) for of_set in zip(*blocks, strict=True)]
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -180,16 +182,35 @@ def in_threads(function: Callable[[Tensor], Result], blocks: Iterable[Tensor]) -
     blocks are in memory at once. The operations on one are too small to gain by torch's own threads, whose number is 1
     meanwhile.
     """
-    n_threads, left = torch.get_num_threads(), iter(blocks)
-    torch.set_num_threads(1)
+    left = iter(blocks)
+    with _one_thread_each() as n_threads, ThreadPoolExecutor(min(n_threads, 4)) as threads:
+        results: list[Result] = []
+        while some := list(itertools.islice(left, min(n_threads, 4))):
+            results += threads.map(torch.no_grad()(function), some)
+        return results
+
+
+_lock, _under_way, _before = threading.Lock(), 0, 1
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[int]:
+    """For the block, torch works in one thread; yields how many it has else. The number is the whole process's, and
+    blocks may overlap in several threads: the first sets it, and the last resets it.
+    """
+    global _under_way, _before
+    with _lock:
+        if _under_way == 0:
+            _before = torch.get_num_threads()
+            torch.set_num_threads(1)
+        _under_way += 1
     try:
-        with ThreadPoolExecutor(min(n_threads, 4)) as threads:
-            results: list[Result] = []
-            while some := list(itertools.islice(left, min(n_threads, 4))):
-                results += threads.map(function, some)
-            return results
+        yield _before
     finally:
-        torch.set_num_threads(n_threads)
+        with _lock:
+            _under_way -= 1
+            if _under_way == 0:
+                torch.set_num_threads(_before)
 
 
 def _alone(form: Counted) -> Callable[[Tensor], tuple[Tensor]]:

@@ -102,7 +102,7 @@ class CurvatureMonitor:
     - gn_trace, hessian_trace, batch_sharpness, each with `_stderr`
     - edge: the sharpness at which the step on a quadratic diverges, 2 (1 + β)/η for SGD with momentum β
       (2 (1 + β)/((1 + 2β) η) with Nesterov's), and edge_ratio, hessian_sharpness over it; for Adam and AdamW the edge
-      2 (1 + β₁)/((1 − β₁) η) of the preconditioned_sharpness (Cohen et al. 2022)
+      2 (1 + β₁)/((1 − β₁) η) of the preconditioned_sharpness (Cohen et al. 2022); for one η alone
     - held_out_gn_sharpness: λ_max(G) on the validation subset, where one is given
     - certificate_ratio: λ_max(G) over its margin bound, at most 1, on the first `certificate` samples; for
       cross-entropy alone
@@ -170,8 +170,9 @@ class CurvatureMonitor:
         assert state.optimizer is not None
         group = state.optimizer.param_groups[0]
         lr = group["lr"]
-        if lr == 0 or any(other["lr"] != lr for other in state.optimizer.param_groups):  # the edge is of one rate
+        if lr == 0:
             return {}
+        one_rate = all(other["lr"] == lr for other in state.optimizer.param_groups)  # the edge is of one
         if isinstance(state.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             beta = group["betas"][0]
             with evaluation_mode(state.backbone):
@@ -186,12 +187,9 @@ class CurvatureMonitor:
                 )
             self._starts["preconditioned"] = found.vector
             edge = 2 * (1 + beta) / ((1 - beta) * lr)
-            return {
-                "curvature/preconditioned_sharpness": found.value,
-                "curvature/edge": edge,
-                "curvature/edge_ratio": found.value / edge,
-            }
-        if type(state.optimizer) is not torch.optim.SGD:  # where the others diverge is not known in closed form
+            at_edge = {"curvature/edge": edge, "curvature/edge_ratio": found.value / edge} if one_rate else {}
+            return {"curvature/preconditioned_sharpness": found.value, **at_edge}
+        if type(state.optimizer) is not torch.optim.SGD or not one_rate:  # where others diverge has no closed form
             return {}
         beta, dampening = group.get("momentum", 0.0), group.get("dampening", 0.0)
         edge = 2 * (1 + beta) / ((1 - dampening) * lr)

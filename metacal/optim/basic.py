@@ -100,7 +100,8 @@ def _by_decay(parameters: list[nn.Parameter], weight_decay: float, all_of_them: 
 def slow_head(head: nn.Module, head_lr: float) -> None:
     """Multiply the first weights and bias of a head by √head_lr, in place: see `OptimizerOptions.groups`."""
     for p in head.parameters():
-        p.mul_(head_lr**0.5)
+        if p.requires_grad:  # a frozen one has no rate
+            p.mul_(head_lr**0.5)
 
 
 @dataclass

@@ -148,7 +148,9 @@ def sample_one(
     p = p.to("cpu")
     step = max(1, (1 << 19) // len(p))  # resamples at a time: a few megabytes of float64
     form = counted_together([(MEASURES[name], keys) for name, keys in options.items()], p)
-    parts = in_threads(lambda part: form(part.double()), counts.split(step, dim=1))
+    resample, blocks = lambda part: form(part.double()), counts.split(step, dim=1)
+    ours = all(MEASURES[name].weighted for name in options)
+    parts = in_threads(resample, blocks) if ours else list(map(resample, blocks))
     resampled = torch.cat(parts, 1).numpy()
     return {
         name: Sampled(np.array([MEASURES[name](p, **keys)]), of_one[None])

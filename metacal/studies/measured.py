@@ -15,7 +15,7 @@ A plot is a pair of columns, or of a swept key and a column; of a swept key it h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from metacal.calibration import MEASURES, Measure
-from metacal.config.parts import learns
+from metacal.config.parts import learns, source_of
 from metacal.curvature import gn_sharpness, gn_trace, hessian_sharpness, hessian_trace
 from metacal.curvature.loss import LogitLoss
 from metacal.errors import require, require_choice
@@ -178,14 +178,15 @@ def _other(job: Job, summary: Mapping[str, Any], name: str) -> float | None:
 
 def _mean_gamma(job: Job) -> float | None:
     """Of training images as they are, at the run's end, whether or not a monitor was on; None without gammas."""
-    run = load_run(job.folder.path, "cpu", "last")
-    source = build_gamma(job.config, run.backbone, training_batches(job.config, run.data)[0])
-    if source is None:
+    if source_of(job.config) is None:
         return None
-    source.load_state_dict(checkpoint.load(job.folder.last)["gamma"] or {})
+    run, state = load_run(job.folder.path, "cpu", "last"), checkpoint.load(job.folder.last)
+    source = build_gamma(job.config, run.backbone, training_batches(job.config, run.data)[0])
+    assert source is not None
+    source.load_state_dict(state["gamma"] or {})
     x, y = fixed_subset(run.data.train, IMAGES, "gamma")
     with torch.no_grad():
-        return float(gammas_of(run.backbone, source.eval(), x, y, job.config.epochs).mean())
+        return float(gammas_of(run.backbone, source.eval(), x, y, state["progress"]["epoch"]).mean())
 
 
 def tables(numbers: Mapping[str, Any]) -> list[Table]:
@@ -236,7 +237,14 @@ def figures(numbers: Mapping[str, Any]) -> dict[str, Figure]:
             swept = any(x in run["swept"] for run in numbers["runs"])
             (_lines if swept else _points)(ax, numbers, epoch, x, y)
             _label(ax, x, y, swept, epoch if len(epochs) > 1 else "")
+    if len(_rows(numbers)) > BESIDE:
+        points = {name: handle for ax in figure.axes if ax.get_legend() is None for handle, name in _entries(ax)}
+        figure.legend(points.values(), points, loc="outside right center", frameon=False, fontsize=SMALL)
     return {"plots": figure}
+
+
+def _entries(ax: Axes) -> Iterator[tuple[Any, str]]:
+    return zip(*ax.get_legend_handles_labels(), strict=True)
 
 
 def _lines(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) -> None:
@@ -280,8 +288,6 @@ def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) ->
     ax.xaxis.set_major_locator(MaxNLocator(5))
     if len(rows) <= BESIDE:
         name_points(ax, named)
-    elif not ax.figure.legends:
-        ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=SMALL)
 
 
 def _label(ax: Axes, x: str, y: str, swept: bool, epoch: str) -> None:

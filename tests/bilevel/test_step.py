@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 from metacal import losses
 from metacal.bilevel import ENGINES, MetaStep, NonFiniteError
 from metacal.errors import InputError
-from metacal.gamma import FLSD, FixedGamma, GammaNet
+from metacal.gamma import FLSD, FixedGamma, GammaNet, ScalarGamma
 from metacal.models.backbone import Backbone
 
 WITHOUT_HIGHER = [name for name in ENGINES if name != "higher"]
@@ -311,16 +311,15 @@ def test_resident_memory_is_flat_over_500_steps(engine: str) -> None:
             return int(file.read().split()[1]) * 4096
 
     net = Backbone(nn.Sequential(nn.Flatten(), nn.Linear(3072, 100), nn.Tanh(), nn.Linear(100, 3)))
-    gamma_net = GammaNet(net.in_features)
-    meta = MetaStep(
-        net, SGD(net.parameters(), lr=0.1, momentum=0.9), gamma_net, Adam(gamma_net.parameters()), engine=engine
-    )
+    gammas = ScalarGamma() if engine == "tangent" else GammaNet(net.in_features)
+    meta = MetaStep(net, SGD(net.parameters(), lr=0.1, momentum=0.9), gammas, Adam(gammas.parameters()), engine=engine)
     x, y = torch.randn(32, 3, 32, 32), torch.randint(3, (32,))
-    for _ in range(50):
+    for step in range(550):
+        if step == 50:
+            before = resident()
         meta.step(x, y, x, y)
-    before = resident()
-    for _ in range(500):
-        meta.step(x, y, x, y)
+        if step % 10 == 0:
+            gc.collect()  # as often as it would of itself: the tests have it run seldom
     assert resident() - before < 4 * 2**20  # one copy of the parameters has 1.2 MB
 
 

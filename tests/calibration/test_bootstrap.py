@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -182,12 +183,22 @@ def test_the_number_of_threads_changes_nothing():
     def fails(resample):
         return 1 / int(torch.equal(resample.labels, p.labels))
 
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+    def needs_no_grad(resample):
+        return float((weight * resample.confidence[:3]).sum().numpy())
+
     expected, before = bootstrap_all(measures, p, n=500), torch.get_num_threads()  # four blocks of resamples
     torch.set_num_threads(3)
     try:
         assert bootstrap_all(measures, p, n=500) == expected
         with pytest.raises(ZeroDivisionError):
             bootstrap(fails, p)
+        with torch.no_grad():  # the modes of this thread are those of a function of one's own
+            bootstrap(needs_no_grad, p, n=10)
+        with ThreadPoolExecutor(2) as several:
+            at_once = several.map(lambda name: bootstrap(name, p, n=500), ["ece", "kce"])
+            assert list(at_once) == [expected["ece"], expected["kce"]]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -28,7 +28,7 @@ from metacal.pixels import Pixels
 from metacal.predictions import Predictions
 from metacal.training.setup import Parts, build_parts
 
-K, SHAPE, STEPS = 4, (2, 4, 4), 6
+K, SHAPE, STEPS = 4, (2, 4, 4), 9  # the default takes an outer step after every eighth
 
 Made = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Several ranks equal one process: parameters, states and all numbers after six steps or twenty, to rounding."""
+"""Several ranks equal one process: parameters, states and all numbers after nine steps or twenty, to rounding."""
 
 from __future__ import annotations
 

@@ -50,6 +50,17 @@ def parts_of(words: list[str]) -> tuple:
     return config, parts, build_watch(config, parts)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "sam", "bulk_sgd"])
+def test_a_slow_head_starts_smaller_and_has_its_own_rate(optimizer):
+    words = ["data.train_size=200", f"optimizer={optimizer}", "optimizer.lr=0.1"]
+    _, usual, _ = parts_of(words)
+    _, slow, _ = parts_of([*words, "optimizer.head_lr=0.25"])
+    for (name, p), q in zip(usual.backbone.named_parameters(), slow.backbone.parameters(), strict=True):
+        of_head = name.startswith(f"net.{usual.backbone.head_name}.")
+        assert torch.equal(q, 0.5 * p if of_head else p), name
+    assert [group["initial_lr"] for group in slow.optimizer.param_groups] == [0.1, 0.025]
+
+
 def run(
     words: list[str], folder: Path | None = None, stop_after: int | None = None, state: dict | None = None
 ) -> Parts:

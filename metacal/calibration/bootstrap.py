@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from metacal.calibration.arguments import require_predictions
-from metacal.calibration.measure import Measure, counted_together, in_threads
+from metacal.calibration.measure import Measure, by_blocks, counted_together
 from metacal.calibration.measures import MEASURES
 from metacal.errors import require
 from metacal.names import MeasureName
@@ -189,9 +189,7 @@ def _resampled(
         # numpy takes columns twice as fast as torch.
         return [form(torch.from_numpy(counts.take(order.cpu(), 1)).t()) for order, form in zip(orders, forms)]
 
-    draws = _draws(len(sets[0]), n, seed)
-    # A function of somebody's own may count on the modes of this thread, such as its default device.
-    blocks = in_threads(measured, draws) if all(m.weighted for m, _ in measures) else list(map(measured, draws))
+    blocks = by_blocks([record for record, _ in measures], measured, _draws(len(sets[0]), n, seed))
     return [torch.cat(of_set, 1) for of_set in zip(*blocks, strict=True)]
 
 

@@ -30,8 +30,8 @@ __all__ = [
     "Streamed",
     "Sums",
     "Weighted",
+    "by_blocks",
     "counted_together",
-    "in_threads",
     "row_dots",
     "sparse_product",
 ]
@@ -177,16 +177,22 @@ def counted_together(measures: Sequence[tuple[Measure, Mapping[str, Any]]], p: P
     return together
 
 
-def in_threads(function: Callable[[Tensor], Result], blocks: Iterable[Tensor]) -> list[Result]:
-    """The function of every block of resamples, in their order, by as many threads as torch has, at most 4 so that few
-    blocks are in memory at once. The operations on one are too small to gain by torch's own threads, whose number is 1
-    meanwhile.
+def by_blocks(
+    measures: Iterable[Measure], function: Callable[[Tensor], Result], blocks: Iterable[Tensor]
+) -> list[Result]:
+    """The function, which evaluates these measures, of every block of resamples, in their order.
+
+    By as many threads as torch has, at most 4 so that few blocks are in memory at once. The operations on one are too
+    small to gain by torch's own threads, whose number is 1 meanwhile. A measure without a counted form is somebody's
+    function, which may count on the modes of this thread, such as its default device: then there is no other thread.
     """
-    left = iter(blocks)
-    with _one_thread_each() as n_threads, ThreadPoolExecutor(min(n_threads, 4)) as threads:
+    if not all(measure.weighted for measure in measures):
+        return list(map(function, blocks))
+    left, without_graph = iter(blocks), torch.no_grad()(function)
+    with _one_thread_each() as n_threads, ThreadPoolExecutor(at_once := min(n_threads, 4)) as threads:
         results: list[Result] = []
-        while some := list(itertools.islice(left, min(n_threads, 4))):
-            results += threads.map(torch.no_grad()(function), some)
+        while some := list(itertools.islice(left, at_once)):
+            results += threads.map(without_graph, some)
         return results
 
 

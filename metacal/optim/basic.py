@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from metacal.errors import require
+from metacal.errors import InputError, require
 from metacal.options import check_options, option
 
 __all__ = [
@@ -139,7 +139,8 @@ class OptimizerOptions:
         if self.head_lr == 1:
             return parameter_groups(module, self.weight_decay, self.decay_norm_and_bias)
         head = getattr(module, "head", None)
-        require(isinstance(head, nn.Module), f"head_lr must be 1 for a model without a `head`, got {self.head_lr}")
+        if not isinstance(head, nn.Module):
+            raise InputError(f"head_lr must be 1 for a model without a `head`, got {self.head_lr}")
         of_head = {id(p) for p in head.parameters()}
         body, last = ([p for p in _trainable(module) if (id(p) in of_head) == which] for which in (False, True))
         slow = _by_decay(last, self.weight_decay / self.head_lr, self.decay_norm_and_bias)

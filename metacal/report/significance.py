@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from metacal.calibration import MEASURES
-from metacal.calibration.measure import counted_together, in_threads
+from metacal.calibration.measure import by_blocks, counted_together
 from metacal.errors import require, require_choice
 from metacal.predictions import Predictions
 
@@ -147,10 +147,9 @@ def sample_one(
     require(len(p) == len(counts), f"every run must have the {len(counts)} samples of the resamples, got {len(p)}")
     p = p.to("cpu")
     step = max(1, (1 << 19) // len(p))  # resamples at a time: a few megabytes of float64
-    form = counted_together([(MEASURES[name], keys) for name, keys in options.items()], p)
-    resample, blocks = lambda part: form(part.double()), counts.split(step, dim=1)
-    ours = all(MEASURES[name].weighted for name in options)
-    parts = in_threads(resample, blocks) if ours else list(map(resample, blocks))
+    records = [MEASURES[name] for name in options]
+    form = counted_together(list(zip(records, options.values(), strict=True)), p)
+    parts = by_blocks(records, lambda part: form(part.double()), counts.split(step, dim=1))
     resampled = torch.cat(parts, 1).numpy()
     return {
         name: Sampled(np.array([MEASURES[name](p, **keys)]), of_one[None])

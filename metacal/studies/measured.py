@@ -15,7 +15,7 @@ A plot is a pair of columns, or of a swept key and a column; of a swept key it h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,15 @@ def collect(study: Study) -> dict[str, Any]:
     runs = []
     for job in study.jobs:
         swept = {key: value for key, value in job.swept.items() if key != "seed"}
-        values = {epoch: _values(job, epoch, names) for epoch in epochs}
+        of_run = {name: _other(job, name) for name in names if name in OTHERS}
+        values = {epoch: _values(job, epoch, names, of_run) for epoch in epochs}
         runs.append({"group": job.label, "swept": swept, "seed": job.config.seed, **values})
     said = {key: study.spec.get(key, default) for key, default in (("published", {}), ("plots", []))}
     return {**pages.about(study), "columns": names, "epochs": epochs, **said, "runs": runs}
 
 
-def _values(job: Job, epoch: str, names: Sequence[str]) -> dict[str, float | None]:
-    """The columns of one run at one epoch; None where the run has no such value."""
+def _values(job: Job, epoch: str, names: Sequence[str], of_run: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The columns of one run at one epoch, with those that no epoch changes; None where the run has no such value."""
     summary = job.folder.read_summary()
     split_of_summary = "test" if epoch == "selected" else "last"
     saved: list[SavedRun] = []  # at most one: made when a column needs the network
@@ -133,8 +134,8 @@ def _values(job: Job, epoch: str, names: Sequence[str]) -> dict[str, float | Non
         where, _, measure = name.rpartition("/")
         if measure in CURVATURE:
             values[name] = _curvature(job, run(), measure, where == "trained")
-        elif name in OTHERS:
-            values[name] = _other(job, summary, name)
+        elif name in of_run:
+            values[name] = of_run[name]
         elif f"{split_of_summary}/{name}" in summary:
             values[name] = float(summary[f"{split_of_summary}/{name}"])
         else:
@@ -164,9 +165,9 @@ def _curvature(job: Job, run: SavedRun, measure: str, trained: bool) -> float | 
     return float(CURVATURE[measure][1](run.backbone, x, y, loss=loss).value)
 
 
-def _other(job: Job, summary: Mapping[str, Any], name: str) -> float | None:
+def _other(job: Job, name: str) -> float | None:
     if name == "minutes":
-        return float(summary["time/train_s"]) / 60
+        return float(job.folder.read_summary()["time/train_s"]) / 60
     if name in ("parameters", "gamma_parameters"):
         state = checkpoint.load(job.folder.last)["backbone" if name == "parameters" else "gamma"] or {}
         return float(sum(value.numel() for value in state.values()))
@@ -238,13 +239,11 @@ def figures(numbers: Mapping[str, Any]) -> dict[str, Figure]:
             (_lines if swept else _points)(ax, numbers, epoch, x, y)
             _label(ax, x, y, swept, epoch if len(epochs) > 1 else "")
     if len(_rows(numbers)) > BESIDE:
-        points = {name: handle for ax in figure.axes if ax.get_legend() is None for handle, name in _entries(ax)}
-        figure.legend(points.values(), points, loc="outside right center", frameon=False, fontsize=SMALL)
+        entries = [ax.get_legend_handles_labels() for ax in figure.axes if ax.get_legend() is None]
+        points = {name: handle for handles, labels in entries for handle, name in zip(handles, labels, strict=True)}
+        if points:  # lines have legends of their own
+            figure.legend(points.values(), points, loc="outside right center", frameon=False, fontsize=SMALL)
     return {"plots": figure}
-
-
-def _entries(ax: Axes) -> Iterator[tuple[Any, str]]:
-    return zip(*ax.get_legend_handles_labels(), strict=True)
 
 
 def _lines(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) -> None:
@@ -273,6 +272,7 @@ def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) ->
     """
     groups = list(dict.fromkeys(run["group"] for run in numbers["runs"]))
     rows = _rows(numbers)
+    few = len(rows) <= BESIDE
     named: dict[str, tuple[float, float, str]] = {}
     for i, (name, runs) in enumerate(rows.items()):
         cells = [summarise([run[epoch][key] for run in runs]) for key in (x, y)]
@@ -280,13 +280,12 @@ def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) ->
         if at_x is None or at_y is None:
             continue
         spread_x, spread_y = (cell.std if isinstance(cell, Spread) else 0.0 for cell in cells)
-        few = len(rows) <= BESIDE
         color = COLORS[(groups.index(runs[0]["group"]) if few else i) % len(COLORS)]
         marker = "o" if few else MARKERS[i // len(COLORS) % len(MARKERS)]
         ax.errorbar(at_x, at_y, spread_y, spread_x, color=color, marker=marker, ms=4, lw=0.8, label=name)
         named[name] = at_x, at_y, color
     ax.xaxis.set_major_locator(MaxNLocator(5))
-    if len(rows) <= BESIDE:
+    if few:
         name_points(ax, named)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metacal import ranks
+from metacal.data.ahead import on_device
 from metacal.data.arrays import stacked
 from metacal.data.splits import Split
 from metacal.data.stores import errors_in_one_line, leave_interrupts
@@ -58,6 +59,7 @@ class _Plan:
     """What is in one batch: which samples, and for augmented images their offsets and mirrorings."""
 
     index: Tensor  # (B,) on the split's device
+    positions: Tensor  # the same on the CPU
     draws: Tensor | None  # (B, 3) on the split's device: row offset, column offset, mirrored
     seed: int  # of the batch
     first: int  # the place in the batch of the first of these samples: not 0 for a rank that makes a later part of it
@@ -165,13 +167,15 @@ class Batches:
         count = self.steps or in_a_pass
         passes = 1 if count <= in_a_pass else -(-count * self.batch_size // len(samples))
         drawn = [self._pass(samples, generator) for _ in range(passes)]
-        order = sent(torch.cat([positions for positions, _ in drawn]), self.split.device)
+        positions = torch.cat([p for p, _ in drawn])
+        order = sent(positions, self.split.device)
         draws = sent(torch.cat([d for _, d in drawn]), self.split.device) if self.augment else None
         for i in range(start, count, stride):
             first, end = i * self.batch_size, min((i + 1) * self.batch_size, len(order))
             rows = ranks.share(end - first) if self.shared else slice(0, end - first)
             here = slice(first + rows.start, first + rows.stop)
-            yield _Plan(order[here], None if draws is None else draws[here], derived_seed(*key, i), rows.start)
+            drawn_here = None if draws is None else draws[here]
+            yield _Plan(order[here], positions[here], drawn_here, derived_seed(*key, i), rows.start)
 
     def _pass(self, samples: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """All of `samples` in an order, and the draws of their augmentation (empty without one)."""
@@ -214,7 +218,7 @@ class Batches:
         def keys() -> Iterator[list[int]]:
             for plan in plans:
                 pending.append(plan)
-                yield [plan.seed, plan.first, *plan.index.tolist()]
+                yield [plan.seed, plan.first, *plan.positions.tolist()]
 
         loader: DataLoader = DataLoader(
             _Fetch(split.storage, draws=split.yields_labels),  # type: ignore[arg-type]
@@ -225,10 +229,8 @@ class Batches:
             pin_memory=split.device.type == "cuda",
             generator=torch.Generator().manual_seed(self.seed),  # else it would draw from the global one
         )
-        for stored, labels in errors_in_one_line(loader):
-            if labels is not None:
-                labels = labels.to(split.device, torch.int64, non_blocking=True)
-            yield pending.popleft(), stored.to(split.device, non_blocking=True), labels
+        for stored, labels in on_device(errors_in_one_line(loader), split.device):
+            yield pending.popleft(), stored, labels
 
 
 class _Fetch:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
+from metacal.data.ahead import on_device
 from metacal.data.arrays import as_inputs, as_labels, labelled, probabilities_in
 from metacal.data.batches import derived_seed, global_rng
 from metacal.data.kind import Task
@@ -62,8 +63,11 @@ class LoaderBatches:
         """Batches an epoch."""
         return self._length
 
-    def epoch(self, epoch: int, start: int = 0, stride: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, epoch: int, start: int = 0, stride: int = 1) -> Iterator[tuple[Any, ...]]:
         """The batches `start`, `start + stride`, ... of one epoch."""
+        return on_device(self._on_host(epoch, start, stride), self.device)
+
+    def _on_host(self, epoch: int, start: int, stride: int) -> Iterator[tuple[Any, Tensor]]:
         with global_rng(derived_seed(self.seed, self.stream, epoch)):
             batches = iter(self.loader)
         some = False
@@ -80,7 +84,7 @@ class LoaderBatches:
                 yield checked
         require(some or start > 0, f"no sample of the {self.stream} DataLoader has a label that is not ignored")
 
-    def forever(self, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def forever(self, start: int = 0) -> Iterator[tuple[Any, ...]]:
         """Epoch after epoch, from the batch with global number `start`."""
         epoch, first = divmod(start, len(self))
         while True:
@@ -147,4 +151,4 @@ class LoaderBatches:
         if self.prepare is not None:
             x = self.prepare(x, f"{self.stream} batch {number}:")
         x, y = placed(x, x.device, self.task.dtype), y if soft is None else placed(soft, soft.device, self.task.dtype)
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        return x, y

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from metacal.data import Batches, Split, Transform
+from metacal.data.ahead import on_device, one_ahead
 from metacal.data.batches import _crop_and_mirror, derived_seed, global_rng
 from metacal.data.stores import ArrayStore
 from metacal.errors import InputError
@@ -192,3 +194,24 @@ def test_global_rng_restores_after_an_error() -> None:
 def test_wrong_batch_size(size: object) -> None:
     with pytest.raises(InputError, match="batch_size must be an int >= 1"):
         Batches(images(), size)  # type: ignore[arg-type]
+
+
+def test_a_batch_is_handed_out_when_the_next_one_is_on_its_way() -> None:
+    made: list[int] = []
+
+    def batches() -> Iterator[int]:
+        for i in range(4):
+            made.append(i)
+            yield i
+
+    assert [(i, len(made)) for i in one_ahead(batches())] == [(0, 2), (1, 3), (2, 4), (3, 4)]
+    assert list(one_ahead(range(1))) == [0] and list(one_ahead(range(0))) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_on_a_gpu_are_those_on_the_host() -> None:
+    gpu = torch.device("cuda")
+    batches = [(torch.full((1 << 20,), i).pin_memory(), None if i % 2 else torch.tensor([i])) for i in range(50)]
+    for i, (x, y) in enumerate(on_device(batches, gpu)):
+        assert (x * 2).unique().tolist() == [2 * i] and (y is None) == bool(i % 2)
+        del x  # so that its memory is used again

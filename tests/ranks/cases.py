@@ -212,7 +212,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "normalised, forward": partial(train, f"{NET} optimizer.lr=0.02 penalties.hessian_trace.weight=0.01", norm=True),
     "normalised, reverse": partial(train, f"{NET} meta.engine=reverse {OPTIMIZERS['adam']}", norm=True),
     "products": products,
-    # Adam divides by the size of the gamma-net's gradients: its rate times their relative rounding is what must be small
+    # Adam divides by the size of the gamma-net's gradients: its rate times their relative rounding must be small
     "gamma_net, float32": partial(train, f"{TRAININGS['gamma_net, sgd']} meta.lr=0.003", torch.float32, steps=20),
 }
 SLOW: dict[str, Callable[[], dict[str, Any]]] = {

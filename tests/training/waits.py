@@ -95,7 +95,7 @@ def console() -> ConsoleLog:
         "method=gamma_net meta.engine=difference",
         "method=gamma_net meta.engine=reverse meta.reference_points=bank optimizer=adamw optimizer.clip_norm=0.1",
         "method=gamma_scalar meta.engine=tangent optimizer=muon optimizer.clip_norm=0.1",
-        "method=focal nonfinite=skip",
+        "method=focal nonfinite=skip data.storage=stream data.workers=0",
         "method=gamma_net gamma.input=noise",
         "method=gamma_net optimizer=adam nonfinite=skip",
     ],

@@ -1,0 +1,57 @@
+"""Batches from the host's memory to the device, the next one on its way while the device works on the last."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from metacal.inputs import Inputs
+
+__all__ = ["on_device", "one_ahead"]
+
+T = TypeVar("T")
+Batch = tuple[Tensor | Inputs | None, ...]
+
+
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on `device`, in their order.
+
+    On a GPU each is copied on a stream of its own, one batch ahead, and the stream that works waits for that copy
+    alone. The host waits for neither where the batches lie in pinned memory.
+    """
+    if device.type != "cuda":
+        yield from (_sent(batch, device) for batch in batches)
+        return
+    copying = torch.cuda.Stream(device)
+
+    def copies() -> Iterator[tuple[Batch, torch.cuda.Event]]:
+        for batch in batches:
+            with torch.cuda.stream(copying):
+                copy = _sent(batch, device), copying.record_event()
+            yield copy
+
+    for batch, done in one_ahead(copies()):
+        working = torch.cuda.current_stream(device)
+        working.wait_event(done)
+        for part in batch:  # else their memory, which is the copying stream's, could be used again too early
+            for t in part.tensors.values() if isinstance(part, Inputs) else () if part is None else (part,):
+                t.record_stream(working)
+        yield batch
+
+
+def one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """The items, each handed out when the next one has been made."""
+    held: deque[T] = deque()
+    for item in items:
+        held.append(item)
+        if len(held) > 1:
+            yield held.popleft()
+    yield from held
+
+
+def _sent(batch: Batch, device: torch.device) -> Batch:
+    return tuple(None if part is None else part.to(device, non_blocking=True) for part in batch)

@@ -16,7 +16,7 @@ from metacal.calibration.choice import (
     save_scaling,
 )
 from metacal.calibration.conformal import ConformalSets, Coverage
-from metacal.calibration.fitted import FitReport, Identity, Scaling
+from metacal.calibration.fitted import FewErrorsWarning, FitReport, Identity, Scaling
 from metacal.calibration.measure import Measure, Streamed
 from metacal.calibration.measures import (
     MEASURES,
@@ -62,6 +62,7 @@ __all__ = [
     "ConformalSets",
     "Coverage",
     "EnsembleTemperatureScaling",
+    "FewErrorsWarning",
     "FitReport",
     "HistogramBinning",
     "Identity",

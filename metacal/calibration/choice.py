@@ -14,7 +14,7 @@ from torch import Tensor
 
 from metacal.calibration.arguments import require_predictions
 from metacal.calibration.beta import BetaScaling
-from metacal.calibration.fitted import Identity, Scaling, logits_of
+from metacal.calibration.fitted import FewErrorsWarning, Identity, Scaling, logits_of
 from metacal.calibration.mixture import EnsembleTemperatureScaling
 from metacal.calibration.scaling import HistogramBinning, IsotonicScaling, MatrixScaling, VectorScaling
 from metacal.calibration.spline import SplineScaling
@@ -139,7 +139,7 @@ def cross_fitted(p: Predictions, method: str, folds: int = FOLDS, seed: int = 0)
     out = torch.empty(len(p), p.n_classes, dtype=torch.float64, device=p.device)
     for k in range(int(fold.max()) + 1):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of few errors the fit on all predictions warns
+            warnings.simplefilter("ignore", FewErrorsWarning)  # of few errors the fit on all predictions warns
             scaling = fit_scaling(p[fold != k], method, seed)
         out[fold == k] = logits_of(scaling.apply(p[fold == k])).double()
     return Predictions.from_logits(out, p.labels)

@@ -18,7 +18,7 @@ from metacal.predictions import Predictions
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FEW_ERRORS", "FitReport", "Identity", "Scaling", "logits_of"]
+__all__ = ["FEW_ERRORS", "FewErrorsWarning", "FitReport", "Identity", "Scaling", "logits_of"]
 
 FEW_ERRORS = 10
 """With fewer wrong predictions in its split a fit warns."""
@@ -48,6 +48,10 @@ class FitReport(NamedTuple):
         return f"the scaling rests on {count}: what it does to new data is uncertain, and a larger split would tell"
 
 
+class FewErrorsWarning(UserWarning):
+    """A map was fitted on fewer than `FEW_ERRORS` wrong predictions."""
+
+
 class Scaling:
     """A map of predictions fitted on a held-out split: `fit(p)`, then `apply(q)`. What all the maps share.
 
@@ -62,7 +66,7 @@ class Scaling:
     _n_classes: int | None = None
 
     def fit(self, p: Predictions) -> Self:
-        """Fit on `p`; returns self. Refitting starts afresh. Warns where `p` holds fewer than 10 wrong predictions."""
+        """Fit on `p`; returns self. Refitting starts afresh. `FewErrorsWarning` below 10 wrong ones."""
         require_predictions("p", p)
         self._n_classes = p.n_classes
         self._fit(p)
@@ -70,7 +74,7 @@ class Scaling:
         wrong = len(p) - int(p.correct.sum())
         self.report = FitReport(len(p), nll(p), nll(after), ece(p), ece(after), wrong)
         if self.report.caution:
-            warnings.warn(f"{type(self).__name__}: {self.report.caution}", stacklevel=2)
+            warnings.warn(f"{type(self).__name__}: {self.report.caution}", FewErrorsWarning, stacklevel=2)
         return self
 
     def apply(self, p: Predictions) -> Predictions:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from metacal.calibration import MEASURES, SCALINGS, fit_scaling, scale_by
+from metacal.calibration import MEASURES, SCALINGS, FewErrorsWarning, fit_scaling, scale_by
 from metacal.calibration.choice import AUTO
 from metacal.errors import InputError, require, require_choice
 from metacal.predictions import Predictions
@@ -190,7 +190,7 @@ def _scaled(run: Run, p: Predictions, scaling: str) -> Predictions:
         val = run.predictions("val")
         require(val.n_classes == p.n_classes, f"its val predictions have {val.n_classes} classes, not {p.n_classes}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one line for each run would bury the table
+            warnings.simplefilter("ignore", FewErrorsWarning)  # one line for each run would bury the table
             return fit_scaling(val, scaling).apply(p)
     t = run.temperature
     require(t > 0 and math.isfinite(t), "its summary.json has no temperature")

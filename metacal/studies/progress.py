@@ -147,7 +147,8 @@ def progress_table(states: Sequence[RunState], now: float, room: int | None = No
 def caption(states: Sequence[RunState], n_jobs: int, now: float, began: float) -> str:
     """``12 runs: 3 done, 2 running, 7 waiting; 4.1 min so far, about 9 min left``."""
     counts = Counter(s.state for s in states)
-    text = f"{len(states)} runs: " + ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state])
+    runs = "run" if len(states) == 1 else "runs"
+    text = f"{len(states)} {runs}: " + ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state])
     text += f"; {(now - began) / 60:.1f} min so far"
     lefts = [s.left(now) for s in states if s.state == "running"]
     known = [left for left in lefts if left is not None]

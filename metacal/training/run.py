@@ -19,6 +19,7 @@ from rich.console import Console
 
 from metacal import deploy, ranks
 from metacal.batchnorm import synchronise
+from metacal.calibration import FewErrorsWarning
 from metacal.config import Config
 from metacal.config.compose import to_yaml
 from metacal.data import Batches, Data
@@ -278,7 +279,7 @@ def _at_last_epoch(config: Config, predicted: Mapping[str, Predictions], folder:
     for name, p in predicted.items():
         p.save(folder.predictions(name, "last"))
     with warnings.catch_warnings():  # of a small val split: told of the selected epoch
-        warnings.filterwarnings("ignore", ".*the scaling rests on")
+        warnings.simplefilter("ignore", FewErrorsWarning)
         report = Report(predicted["test"], predicted["val"], n_bins=config.monitor.n_bins, resamples=0)
     return {f"last/{name}": value for name, value in report.to_dict().items()}
 

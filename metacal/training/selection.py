@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 
-from metacal.calibration import TemperatureScaling
+from metacal.calibration import FewErrorsWarning, TemperatureScaling
 from metacal.calibration.measures import values_of
 from metacal.predictions import Predictions
 
@@ -23,7 +23,7 @@ def scaled_values(select: str, p: Predictions, n_bins: int) -> dict[str, float]:
         return {}
     name = select.removesuffix("_scaled")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few wrong predictions, at every validation
+        warnings.simplefilter("ignore", FewErrorsWarning)  # of few wrong predictions, at every validation
         scaled = TemperatureScaling().fit(p).apply(p)
     return {f"val/{select}": values_of(scaled, [name], n_bins)[name]}
 

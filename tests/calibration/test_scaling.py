@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metacal.calibration import (
+    FewErrorsWarning,
     HistogramBinning,
     IsotonicScaling,
     MatrixScaling,
@@ -334,10 +335,10 @@ def test_a_fit_warns_of_few_errors_and_reports_them():
     p = split(200)
     wrong = (~p.correct).nonzero().squeeze(1)
     right = p.correct.nonzero().squeeze(1)
-    with pytest.warns(UserWarning, match=r"^TemperatureScaling: the scaling rests on 9 wrong predictions among 40"):
+    with pytest.warns(FewErrorsWarning, match="^TemperatureScaling: the scaling rests on 9 wrong predictions among 40"):
         few = TemperatureScaling().fit(p[torch.cat([wrong[:9], right[:31]])])
     assert few.report.wrong == 9 and few.report.caution.count(".") == 0
-    with pytest.warns(UserWarning, match="IsotonicScaling: the scaling rests on no wrong predictions among 3:"):
+    with pytest.warns(FewErrorsWarning, match="IsotonicScaling: the scaling rests on no wrong predictions among 3:"):
         IsotonicScaling().fit(p[right[:3]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from metacal.report.tables import Column, Table
+from metacal.report.tables import Cell, Column, Spread, Table
 from metacal.runs.record import Run, load_runs
 from metacal.studies.grid import Study
 
-__all__ = ["NO_MARKS", "footer", "headline", "over_seeds", "versions_of"]
+__all__ = ["NO_MARKS", "footer", "headline", "over_seeds", "published_cell", "versions_of"]
 
 NO_MARKS = "No value is marked as the best: `metacal compare` tests which differences are more than chance."
 
@@ -19,6 +19,11 @@ def over_seeds(counts: Iterable[int]) -> str:
     if known == [1]:
         return "One run each"
     return f"Mean ± standard deviation over {' or '.join(map(str, known))} seeds"
+
+
+def published_cell(value: float | list[float] | None) -> Cell:
+    """A value of `published` in a study's file: a number, [mean, standard deviation], or none."""
+    return Spread(*value) if isinstance(value, list) else value
 
 
 def headline(study: Study) -> str:

@@ -36,7 +36,7 @@ from metacal.report.drawing import COLORS, SMALL, name_points, percent
 from metacal.report.tables import Cell, Column, Spread, Table, central, column_of, summarise
 from metacal.runs import checkpoint
 from metacal.studies import pages
-from metacal.studies.footer import NO_MARKS, over_seeds
+from metacal.studies.footer import NO_MARKS, over_seeds, published_cell
 from metacal.studies.grid import Job, Study, load_series
 from metacal.training.saved import SavedRun, load_run
 from metacal.training.setup import (
@@ -202,17 +202,13 @@ def _table(numbers: Mapping[str, Any], epoch: str) -> Table:
         rows.append((name, [summarise([run[epoch][c.name] for run in runs]) for c in columns]))
         published = numbers["published"].get(name, {})
         if published:
-            rows.append((f"{name}, published", [_published(published.get(c.name)) for c in columns]))
+            rows.append((f"{name}, published", [published_cell(published.get(c.name)) for c in columns]))
     at = {"selected": "the epoch of the least validation NLL", "last": "the last epoch"}[epoch]
     counts = map(len, _rows(numbers).values())
     note = f"{over_seeds(counts)}, at {at}; measures are of the test split if nothing else is said."
     if any(c.name.rpartition("/")[2] in CURVATURE for c in columns):
         note += f" Curvature is that of {IMAGES} validation images in evaluation mode."
     return Table(columns, rows, "runs", f"At {at}", [note, NO_MARKS], marked=frozenset())
-
-
-def _published(value: float | list[float] | None) -> Cell:
-    return Spread(*value) if isinstance(value, list) else value
 
 
 def _row_name(run: Mapping[str, Any], without: str = "") -> str:

@@ -24,6 +24,7 @@ from metacal.errors import require
 from metacal.report.drawing import SMALL, percent
 from metacal.report.tables import Cell, Column, Spread, Table
 from metacal.studies import pages
+from metacal.studies.footer import published_cell
 from metacal.studies.grid import Study, load_series
 
 __all__ = ["collect", "coupling", "figures", "lag_of_best_correlation", "report", "tables"]
@@ -50,39 +51,6 @@ OTHERS = {
     "held-out accuracy": "val_subset/accuracy",
     "train confidence": "train_subset/confidence",
     "edge": "curvature/edge",
-}
-# Pearson correlation with the Gauss-Newton sharpness, mean and standard deviation over four learning rates.
-PUBLISHED = {
-    "GD": {
-        "train ECE": (0.83, 0.08),
-        "train KCE": (0.83, 0.08),
-        "held-out ECE": (0.96, 0.02),
-        "held-out KCE": (0.97, 0.01),
-    },
-    "SGD": {
-        "train ECE": (0.84, 0.07),
-        "train KCE": (0.84, 0.08),
-        "held-out ECE": (0.97, 0.01),
-        "held-out KCE": (0.97, 0.01),
-    },
-    "AdamW": {
-        "train ECE": (0.72, 0.07),
-        "train KCE": (0.70, 0.08),
-        "held-out ECE": (0.15, 0.15),
-        "held-out KCE": (0.21, 0.22),
-    },
-    "Muon": {
-        "train ECE": (0.63, 0.26),
-        "train KCE": (0.61, 0.28),
-        "held-out ECE": (-0.10, 0.28),
-        "held-out KCE": (-0.16, 0.31),
-    },
-    "SAM": {
-        "train ECE": (0.92, 0.04),
-        "train KCE": (0.91, 0.04),
-        "held-out ECE": (0.98, 0.01),
-        "held-out KCE": (0.98, 0.01),
-    },
 }
 
 
@@ -144,9 +112,7 @@ def collect(study: Study) -> dict[str, Any]:
         }
         named = {"label": job.label, "seed": job.config.seed, "swept": dict(job.swept), "folder": str(job.folder.path)}
         runs.append({**named, "training sharpness": coupling(whole), "own": coupling(whole, own=True), "series": saved})
-    losses = sorted({job.config.loss.name for job in study.jobs})
-    beside = {} if "published" not in study.spec else {"published": study.spec["published"]}
-    return {**pages.about(study), "losses": losses, **beside, "runs": runs}
+    return {**pages.about(study), "published": study.spec.get("published", {}), "runs": runs}
 
 
 Runs = Sequence[Mapping[str, Any]]
@@ -163,8 +129,7 @@ def _series(run: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 def tables(numbers: Mapping[str, Any]) -> list[Table]:
     """Correlations by group with the published ones, with the other partners, where the runs end, and each run."""
     runs = numbers["runs"]
-    # A variant with other data says that these values are not for it.
-    published = numbers.get("published", PUBLISHED if numbers["losses"] == ["cross_entropy"] else {})
+    published = numbers["published"]
     return [
         _published_table(runs, published, "training sharpness", "of the training images"),
         _published_table(runs, published, "own", "of the same images"),
@@ -184,7 +149,7 @@ def _published_table(runs: Runs, published: Mapping[str, Any], whose: str, named
         values = {name: [run[whose][name]["pearson"] for run in runs if run["label"] == label] for name in SERIES}
         rows.append((f"{label}, here", [_spread(values[name]) for name in SERIES]))
         if label in published:
-            rows.append((f"{label}, published", [Spread(*published[label][name]) for name in SERIES]))
+            rows.append((f"{label}, published", [published_cell(published[label].get(name)) for name in SERIES]))
     counts = ", ".join(f"{label}: {sum(run['label'] == label for run in runs)}" for label in _labels(runs))
     return Table(
         [Column(name, name, 2) for name in SERIES],

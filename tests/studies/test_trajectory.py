@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -75,6 +76,7 @@ def test_a_tiny_study_from_end_to_end(tmp_path, monkeypatch, capsys):
         "common: [method=cross_entropy, model=mlp, 'model.hidden=[8]', data=digits, data.train_size=200, epochs=6,\n"
         "  monitor=full, monitor.every=2, monitor.subset=100, monitor.max_share=null, monitor.certificate=0,\n"
         "  monitor.resamples=0, monitor.figures_every=0]\n"
+        "published: {SGD: {train ECE: [0.84, 0.07], held-out ECE: 0.97}}\n"
         "groups:\n"
         "  SGD: {words: [data.batch_size=100], sweep: {optimizer.lr: [0.05, 0.2]}}\n"
     )
@@ -83,7 +85,7 @@ def test_a_tiny_study_from_end_to_end(tmp_path, monkeypatch, capsys):
         assert run(job.config, job.folder, job.words).status == 0
     assert main(["study", "tiny", "jobs=2"]) == 0
     out = capsys.readouterr().out
-    assert "SGD, published" in out and "2 runs, all finished" in out
+    assert re.search(r"SGD, published +0.84 ± 0.07 +– +0.97 +–", out) and "2 runs, all finished" in out
     report = tmp_path / "runs" / "tiny" / "report"
     assert {p.name for p in report.iterdir()} == {"table.md", "numbers.json", "phase.png", "curves.png"}
     numbers = json.loads((report / "numbers.json").read_text())

@@ -275,8 +275,9 @@ class ConsoleLog:
         elif self._enabled and (epoch % max(1, round(self._epochs / 10)) == 0 or epoch == self._epochs):
             self.line(f"{self._title}: {text}")
 
-    def line(self, text: str) -> None:
-        if self._enabled:
+    def line(self, text: str, always: bool = False) -> None:
+        """always: also where the progress is not shown."""
+        if self._enabled or always:
             self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:

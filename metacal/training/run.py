@@ -192,7 +192,7 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
         summary = ranks.broadcast_object(summary)
     except KeyboardInterrupt:
         how = shlex.join(["metacal", "train", f"resume={folder.path}"])
-        console.line(f"interrupted; what was saved goes on with: {how}")
+        console.line(f"interrupted; what was saved goes on with: {how}", always=ranks.is_first())
         return Outcome(folder, {}, status=130)
     finally:
         console.stop()

@@ -223,7 +223,7 @@ def test_a_stopped_run_resumes_bit_for_bit(whole, tmp_path, monkeypatch, capsys)
             signal.raise_signal(number)
 
         monkeypatch.setattr(checkpoint, "save", save_and_signal)
-        assert main(["train", *STOPPED, f"run_dir={stopped}"]) == 130
+        assert main(["train", *STOPPED, f"run_dir={stopped}", "progress=false"]) == 130
         assert "resume=" in capsys.readouterr().out and not (stopped / "summary.json").exists()
         steps.append(checkpoint.load(stopped / "checkpoints" / "last.pt")["progress"]["step"])
     assert steps == sorted(set(steps)), "each went on from where the one before was stopped"

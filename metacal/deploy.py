@@ -26,7 +26,7 @@ from metacal.data.stores import resized
 from metacal.data.wrap import input_kind
 from metacal.errors import require
 from metacal.export import export
-from metacal.inputs import call, placed
+from metacal.inputs import at_a_time, call, placed
 from metacal.models import Backbone, build_model
 from metacal.models.factory import Architecture, architecture_of
 from metacal.modes import evaluation_mode
@@ -77,18 +77,19 @@ class CalibratedModel(nn.Module):
     def forward(self, x: Any) -> Tensor:
         return self._calibrated(self._logits(self._accepted(x)))
 
-    def predict_proba(self, x: Any, batch_size: int = 1024, scaled: bool = True, ranged: bool = True) -> Tensor:
+    def predict_proba(self, x: Any, batch_size: int | None = None, scaled: bool = True, ranged: bool = True) -> Tensor:
         """Class probabilities (N, K) of inputs (N, ...), on the model's device.
 
-        scaled: after calibration. ranged: refuse inputs whose values lie far from those of training.
+        batch_size: inputs at a time; None: up to 1,024, of large ones fewer. scaled: after calibration.
+        ranged: refuse inputs whose values lie far from those of training.
         """
-        require(batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
+        require(batch_size is None or batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
         x = self._accepted(x, ranged)
         with torch.no_grad(), evaluation_mode(self):
-            logits = torch.cat([self._logits(part) for part in x.split(batch_size)])
+            logits = torch.cat([self._logits(part) for part in x.split(batch_size or at_a_time(x))])
         return torch.softmax(self._calibrated(logits) if scaled else logits, dim=1)
 
-    def predict(self, x: Any, batch_size: int = 1024) -> Tensor:
+    def predict(self, x: Any, batch_size: int | None = None) -> Tensor:
         """The most probable class (N,) of inputs (N, ...), int64: an index into `class_names`."""
         return self.predict_proba(x, batch_size, scaled=self.scaling is not None).argmax(1)
 

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from metacal.errors import require
 
-__all__ = ["LABEL_KEYS", "Inputs", "call", "cat", "held_logits", "logits_in", "named_tensors", "pair_in", "placed"]
+__all__ = [
+    "LABEL_KEYS",
+    "Inputs",
+    "at_a_time",
+    "call",
+    "cat",
+    "held_logits",
+    "logits_in",
+    "named_tensors",
+    "pair_in",
+    "placed",
+]
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 """The names by which a batch or a sample that is a dictionary may hold its labels."""
@@ -88,6 +99,19 @@ class Inputs:
 
     def pin_memory(self) -> Inputs:
         return self.each(Tensor.pin_memory)
+
+
+def at_a_time(x: Tensor | Inputs, most: int = 1024) -> int:
+    """How many samples like those of `x` (N, ...) a network is run on at a time.
+
+    `most` of small ones, or as many as hold 2^23 numbers together, which makes 55 images of 224 x 224 pixels: what the
+    layers make of them must fit into memory too. A whole number, such as a token, becomes a vector and counts as 256.
+    """
+    numbers = 0
+    for t in x.tensors.values() if isinstance(x, Inputs) else (x,):
+        as_is = t.is_floating_point() or t.dtype in (torch.uint8, torch.bool)
+        numbers += t[:1].numel() * (1 if as_is else 256)
+    return max(1, min(most, (1 << 23) // max(1, numbers)))
 
 
 def call(net: Callable[..., Any], x: Tensor | Inputs) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metacal import ranks
 from metacal.errors import InputError, require
-from metacal.inputs import LABEL_KEYS, Inputs, call, logits_in, named_tensors, pair_in, placed
+from metacal.inputs import LABEL_KEYS, Inputs, at_a_time, call, logits_in, named_tensors, pair_in, placed
 from metacal.modes import evaluation_mode
 from metacal.predictions import Predictions
 
@@ -25,7 +25,7 @@ def predict(
     model: Callable[[Tensor], Any],
     data: Data,
     device: torch.device | str | None = None,
-    batch_size: int = 512,
+    batch_size: int | None = None,
 ) -> Predictions:
     """The model's logits for all of `data`, with the labels, as `Predictions` on the CPU.
 
@@ -36,7 +36,8 @@ def predict(
         model: x -> logits (N, K), an object with `logits`, or (logits, features) as `metacal.Backbone` gives. One logit
             z a sample stands for the two of (0, z).
         data: a DataLoader or another iterable of (x, y), or of dictionaries that hold the labels beside the arguments
-            of the model; or a pair of tensors (x, y), which is cut into batches of `batch_size`.
+            of the model; or a pair of tensors (x, y), which is cut into batches of `batch_size`; None: of up to
+            1,024 samples, of large ones fewer.
         device: where to send the batches; None: where the model's parameters are. The model is not moved.
     """
     tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
@@ -94,12 +95,13 @@ def predict_epoch(model: Callable[[Tensor], Any], batches: Epochs, epoch: int = 
     return Predictions.from_logits(*(gathered(t, *kind) for t, kind in zip((logits, labels), kinds) if kind))
 
 
-def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor | Inputs, Tensor]]:
+def _batches(data: Data, batch_size: int | None) -> Iterator[tuple[Tensor | Inputs, Tensor]]:
     if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
         x, y = data
         require(len(x) == len(y), f"data must be x and y of equal length, got {len(x)} and {len(y)}")
-        require(batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
-        yield from zip(x.split(batch_size), y.split(batch_size))
+        require(batch_size is None or batch_size >= 1, f"batch_size must be >= 1, got {batch_size}")
+        size = batch_size or at_a_time(x)
+        yield from zip(x.split(size), y.split(size))
         return
     for batch in data:
         pair = pair_in(batch)

@@ -35,9 +35,8 @@ def predict_command(argv: Sequence[str]) -> int:
     from metacal.training.setup import choose_device
 
     model = load(arguments.run, device=choose_device(arguments.device))
-    inputs = read_inputs(
-        source, model.kind, model.task, model.image_size, batch_size=arguments.batch_size, workers=arguments.workers
-    )
+    size = {"batch_size": arguments.batch_size} if arguments.batch_size else {}
+    inputs = read_inputs(source, model.kind, model.task, model.image_size, workers=arguments.workers, **size)
     probabilities = _probabilities(model, inputs, arguments.batch_size)
     write = {".npz": _write_npz, ".csv": _write_csv}[out.suffix]
     write(out, probabilities, model.class_names, inputs)
@@ -61,18 +60,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="a folder of images; or arrays: x and, if known, y (or x_test and y_test, or one alone)",
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="predictions.npz or .csv; replaced if it exists")
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="inputs at a time (default: 256)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="inputs at a time (default: by their size)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that decode images (default: 0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     arguments = parser.parse_args(list(argv))
-    require(arguments.batch_size >= 1, f"--batch-size must be >= 1, got {arguments.batch_size}")
+    require(
+        arguments.batch_size is None or arguments.batch_size >= 1,
+        f"--batch-size must be >= 1, got {arguments.batch_size}",
+    )
     require(arguments.workers >= 0, f"--workers must be >= 0, got {arguments.workers}")
     for path in (arguments.run, arguments.inputs):
         require(Path(path).exists(), f"{path} does not exist")
     return arguments
 
 
-def _probabilities(model: CalibratedModel, inputs: Inputs, batch_size: int) -> Tensor:
+def _probabilities(model: CalibratedModel, inputs: Inputs, batch_size: int | None) -> Tensor:
     import torch
 
     parts = []

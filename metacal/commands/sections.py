@@ -178,12 +178,9 @@ def _predicted(inputs: Any, evaluated: Evaluated) -> Predictions:
     import torch
 
     from metacal.deploy import of_run
-    from metacal.predictions import Predictions
+    from metacal.predict import predict
 
     assert evaluated.run is not None
     config, data, backbone = evaluated.run
-    model = of_run(config, data, backbone, 1.0)
     x = torch.as_tensor(inputs)
-    with torch.no_grad():
-        logits = torch.cat([model(part) for part in x.split(1024)]).cpu()
-    return Predictions.from_logits(logits, torch.zeros(len(logits), dtype=torch.int64))
+    return predict(of_run(config, data, backbone, 1.0), (x, torch.zeros(len(x), dtype=torch.int64)))

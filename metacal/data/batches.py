@@ -22,8 +22,9 @@ from metacal.data.splits import Split
 from metacal.data.stores import errors_in_one_line, leave_interrupts
 from metacal.devices import sent
 from metacal.errors import require
+from metacal.inputs import at_a_time
 
-__all__ = ["Batches", "derived_seed", "global_rng"]
+__all__ = ["Batches", "derived_seed", "fitting", "global_rng"]
 
 
 def derived_seed(*key: int | str) -> int:
@@ -54,6 +55,15 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
 
 
+def fitting(split: Split, most: int = 1024) -> int:
+    """How many of its samples to run a network on at a time, by the size of the first (`inputs.at_a_time`)."""
+    if split.in_memory:
+        return at_a_time(split.storage, most)
+    with global_rng(0):  # a Dataset may draw
+        item = split.storage[0]
+    return at_a_time(stacked([item[0] if split.yields_labels else item], f"{split.name} inputs"), most)
+
+
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """What is in one batch: which samples, and for augmented images their offsets and mirrorings."""
@@ -72,6 +82,7 @@ class Batches:
     by draws that depend on (seed, stream, e) and its place, so `epoch(e, start=k)` goes on at batch k as if
     it had made the first k. No global generator is read.
 
+    `batch_size` None: as many as `fitting` says, for passes without gradients.
     `drop_last` (default: as `shuffle`) leaves out an incomplete last batch, but never the only one.
     Augmentation as the split's transform says, if `augment`; only images can be augmented.
 
@@ -85,7 +96,7 @@ class Batches:
     def __init__(
         self,
         split: Split,
-        batch_size: int,
+        batch_size: int | None,
         seed: int = 0,
         stream: str = "train",
         shuffle: bool = True,
@@ -96,12 +107,13 @@ class Batches:
         visits: Callable[[int], Tensor] | None = None,
         shared: bool = False,
     ) -> None:
+        require(len(split) > 0, f"split {split.name!r} is empty")
+        batch_size = fitting(split) if batch_size is None else batch_size
         require(
             isinstance(batch_size, (int, np.integer)) and batch_size >= 1,
             f"batch_size must be an int >= 1, got {batch_size!r}",
         )
         batch_size = int(batch_size)
-        require(len(split) > 0, f"split {split.name!r} is empty")
         self.split = split
         self.batch_size = batch_size
         self.seed = seed

@@ -35,7 +35,9 @@ class DataConfig:
     split_seed: int | None = option(0, "the same splits for every training seed; null: those of the run's seed", low=0)
     fold_meta_into_train: str = option("auto", "the meta split goes back to train: auto (if not needed), true or false")
     batch_size: int = option(128, "images in a training step", low=1)
-    meta_batch_size: int | None = option(None, "images in an outer step; null: the meta split, up to 2048", low=1)
+    meta_batch_size: int | None = option(
+        None, "images in an outer step; null: the meta split, 2048 at most, large ones fewer", low=1
+    )
     crop_padding: int = option(0, "pixels that images are padded by before a random crop", low=0)
     flip: bool = option(False, "random mirror images")
     mixup: float = option(0.0, "alpha of the Beta distribution of mixup's weights; 0: none", low=0)

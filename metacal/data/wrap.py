@@ -18,7 +18,7 @@ from metacal.data.loaders import LoaderBatches
 from metacal.data.pairs import LOOK, Pairs, evenly_spaced, labels_of_items
 from metacal.data.splits import Split, Transform, channel_statistics
 from metacal.errors import InputError, require
-from metacal.inputs import Inputs, pair_in, placed
+from metacal.inputs import Inputs, at_a_time, pair_in, placed
 
 __all__ = ["as_batches", "as_split", "for_model", "input_kind", "loader_batches"]
 
@@ -72,7 +72,7 @@ def as_split(
 
 def as_batches(
     data: Any,
-    batch_size: int = 128,
+    batch_size: int | None = 128,
     seed: int = 0,
     stream: str = "train",
     shuffle: bool = True,
@@ -83,7 +83,7 @@ def as_batches(
 ) -> Batches | LoaderBatches:
     """`data` as batches: a DataLoader keeps its own batches and order; anything else goes through `as_split`.
 
-    `batch_size`, `shuffle` and `augment` do not touch a DataLoader.
+    `batch_size`, `shuffle` and `augment` do not touch a DataLoader. `batch_size` None: as `Batches` has it.
     """
     if isinstance(data, (Batches, LoaderBatches)):
         return data
@@ -113,15 +113,15 @@ def for_model(model: Any, data: Any, name: str, ignore_index: int | None = None)
         if pair:
             x = as_inputs(data[0], f"{name} inputs", _by_place(*data))
             y, _ = as_labels(data[1], name, len(x), ignore=ignore_index)
-            data = list(zip(x.split(512), y.split(512)))
+            data = list(zip(x.split(at_a_time(x)), y.split(at_a_time(x))))
         elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not _is_batch(data[0]):
-            data = DataLoader(data, 512)
+            data = DataLoader(data, 64)
         return _labelled(data, name, Task(ignore_index=ignore_index), lambda x, _: x)
     kind, task = trained
     if ignore_index is not None:
         task = replace(task, ignore_index=ignore_index)
     if pair or isinstance(data, (Dataset, DataLoader, Split)):
-        return as_batches(data, 512, stream=name, shuffle=False, augment=False, like=kind, task=task).epoch(0)
+        return as_batches(data, None, stream=name, shuffle=False, augment=False, like=kind, task=task).epoch(0)
     return _labelled(data, name, task, lambda x, i: kind.prepare(x, f"{name} batch {i}:"))
 
 

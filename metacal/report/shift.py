@@ -228,7 +228,7 @@ def measure_shift(
     samples: int | None = None,
     seed: int = 0,
     n_bins: int = 15,
-    batch_size: int = 1024,
+    batch_size: int | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> Shift:
     """Accuracy, NLL and ECE of the model on a split of images, clean and under every corruption at every severity.
@@ -280,7 +280,7 @@ def corrupted_batches(
     *,
     seed: int = 0,
     positions: Tensor | None = None,
-    batch_size: int = 1024,
+    batch_size: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches (x, y) of a split in its order, corrupted as pixels in [0, 1] of 256 levels and then normalised.
 

@@ -23,7 +23,7 @@ from metacal.losses import SOFT
 from metacal.models import Backbone
 from metacal.modes import evaluation_mode
 from metacal.network import Network, Streams
-from metacal.training.setup import META_BATCH_LIMIT, AnyBatches, meta_batches, train_batches
+from metacal.training.setup import AnyBatches, meta_batch_size, meta_batches, train_batches
 
 __all__ = ["FitData", "evaluation_data", "prepare_fit"]
 
@@ -65,7 +65,7 @@ def prepare_fit(
 
 def evaluation_data(data: Any, name: str, device: torch.device, kind: AnyKind, task: Task) -> AnyBatches:
     """All samples of `data` once, in order, as a model that was trained on `kind` takes them."""
-    return as_batches(data, 1024, stream=name, shuffle=False, augment=False, device=device, like=kind, task=task)
+    return as_batches(data, None, stream=name, shuffle=False, augment=False, device=device, like=kind, task=task)
 
 
 def _batches(config: Config, train: Any, meta: Any, val: Any, device: torch.device, task: Task) -> FitData:
@@ -100,7 +100,10 @@ def _batches(config: Config, train: Any, meta: Any, val: Any, device: torch.devi
     if folds is not None:
         outer = meta_batches(config, replace(split, soft=None), folds)
     elif learns:
-        meta, size = val if meta_from == "val" else meta, config.data.meta_batch_size or META_BATCH_LIMIT
+        meta, size = val if meta_from == "val" else meta, None
+        if not isinstance(meta, DataLoader):
+            meta = as_split(meta, "meta", device, kind, task=task)
+            size = meta_batch_size(config, meta)
         outer = as_batches(meta, size, seed, "meta", device=device, like=kind, task=task)
     return FitData(batches, outer, evaluation_data(val, "val", device, kind, task), kind, task)
 

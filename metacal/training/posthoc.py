@@ -95,7 +95,7 @@ def _predictions(
     if trained is not None:
         kind, task = trained
         batches = as_batches(
-            val, 1024, stream="val", shuffle=False, augment=False, device=first.device, like=kind, task=task
+            val, None, stream="val", shuffle=False, augment=False, device=first.device, like=kind, task=task
         )
         return predict(backbone, batches.epoch(0)), kind, task
     task = Task(backbone.n_classes, first.dtype)
@@ -104,7 +104,7 @@ def _predictions(
     else:
         split = as_split(val, "val", first.device, task=task)
         kind, task = input_kind(split), Task(task.n_classes, task.dtype, split.class_names)
-        batches = as_batches(split, 1024, stream="val", shuffle=False, augment=False)
+        batches = as_batches(split, None, stream="val", shuffle=False, augment=False)
     require(
         kind.transform is None,
         "val inputs are uint8 images, and how this model's training normalised them is not known: give them as its "

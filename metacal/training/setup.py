@@ -26,7 +26,7 @@ from metacal.config.parts import (
 )
 from metacal.curvature.loss import LogitLoss
 from metacal.data import Batches, Data, Folds, LoaderBatches, Split, build_data
-from metacal.data.batches import derived_seed
+from metacal.data.batches import derived_seed, fitting
 from metacal.errors import InputError, require
 from metacal.gamma import Around
 from metacal.mixing import mixup
@@ -60,7 +60,7 @@ __all__ = [
 
 AnyBatches = Batches | LoaderBatches
 
-META_BATCH_LIMIT = 2048  # a meta batch is all of the meta images, up to this many, unless a size is given
+META_BATCH_LIMIT = 2048  # a meta batch is all of the meta images, up to this many small ones, unless a size is given
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Parts:
 
 def evaluation_batches(split: Split, visits: Callable[[int], Tensor] | None = None) -> Batches:
     """All samples of a split, or those that an epoch visits, once, in their order, as they are."""
-    return Batches(split, 1024, stream=split.name, shuffle=False, augment=False, visits=visits)
+    return Batches(split, None, stream=split.name, shuffle=False, augment=False, visits=visits)
 
 
 def training_batches(config: Config, data: Data) -> tuple[Batches, Batches | None]:
@@ -107,15 +107,21 @@ def train_batches(config: Config, split: Split, set_aside: int = 0, folds: Folds
     return Batches(split, size, config.seed, "train", steps=steps, visits=visits, shared=True)
 
 
+def meta_batch_size(config: Config, split: Split) -> int:
+    """What was asked for; else `META_BATCH_LIMIT`, of large inputs fewer, but no fewer than a training batch has."""
+    least = min(config.data.batch_size, META_BATCH_LIMIT)
+    return config.data.meta_batch_size or max(least, fitting(split, META_BATCH_LIMIT))
+
+
 def meta_batches(config: Config, split: Split, folds: Folds | None = None) -> Batches | None:
     """Batches of the meta images: all of the split, or of its fold whose turn it is; None where the method needs none.
 
-    A batch has all of these, up to `META_BATCH_LIMIT`, unless `data.meta_batch_size` says otherwise.
+    A batch has all of these, up to `meta_batch_size`.
     """
     if not needs_meta(config):
         return None
     count = len(split) if folds is None else folds.least
-    size, augment = min(config.data.meta_batch_size or META_BATCH_LIMIT, count), config.data.meta_augment
+    size, augment = min(meta_batch_size(config, split), count), config.data.meta_augment
     if folds is None:
         return Batches(split, size, config.seed, "meta", augment=augment, shared=True)
     # As many in each pass over a fold, though folds differ by one sample.

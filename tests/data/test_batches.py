@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metacal.config.compose import compose
 from metacal.data import Batches, Split, Transform
 from metacal.data.ahead import on_device, one_ahead
 from metacal.data.batches import _crop_and_mirror, derived_seed, global_rng
 from metacal.data.stores import ArrayStore
 from metacal.errors import InputError
+from metacal.inputs import Inputs, at_a_time
+from metacal.training.setup import meta_batch_size
 
 RESUMPTIONS = [("memory", 0), ("memory", 1), ("memory", 4), ("stream", 0), ("stream", 3), ("workers", 2)]
 
@@ -215,3 +219,18 @@ def test_batches_on_a_gpu_are_those_on_the_host() -> None:
     for i, (x, y) in enumerate(on_device(batches, gpu)):
         assert (x * 2).unique().tolist() == [2 * i] and (y is None) == bool(i % 2)
         del x  # so that its memory is used again
+
+
+def test_large_inputs_are_evaluated_fewer_at_a_time() -> None:
+    def batch(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(1, *shape, dtype=dtype).expand(2000, *shape)
+
+    sizes = {(3, 32, 32): 1024, (3, 224, 224): 55, (3, 4000, 4000): 1, (): 1024}
+    assert {shape: at_a_time(batch(*shape)) for shape in sizes} == sizes
+    tokens = Inputs({"ids": batch(128, dtype=torch.int64), "mask": batch(128, dtype=torch.bool)})
+    assert at_a_time(tokens) == 2**23 // (128 * 256 + 128)
+    split = Split("val", batch(3, 224, 224), torch.zeros(2000, dtype=torch.int64))
+    streamed = replace(split, storage=ArrayStore(split.storage.numpy()))
+    assert {Batches(s, None, shuffle=False).batch_size for s in (split, streamed)} == {55}
+    for words, size in (("", 128), ("data.batch_size=16", 55), ("data.meta_batch_size=300", 300)):
+        assert meta_batch_size(compose(words.split()), split) == size

@@ -66,7 +66,8 @@ class _Norm:
         form = x.shape
         x = x.reshape(self.shape)
         x1 = None if x1 is None else x1.reshape(self.shape)
-        if self.fused is not None and x1 is not None and not torch.is_grad_enabled():
+        # CUDA's kernels take no empty batch
+        if self.fused is not None and x1 is not None and x.numel() > 0 and not torch.is_grad_enabled():
             normal, slope = self.fused(x.contiguous(), x1.contiguous())
             return normal.reshape(form), slope.reshape(form)
         if x1 is None:
@@ -143,7 +144,7 @@ def batch_norm(args: Any, kwargs: Any, out: Any) -> Push:
 def _batch_statistics(run: Run, x: Operand, weight: Operand, bias: Operand, eps: float) -> Jet:
     """The same as `_Norm.push`, with scale and shift inside the kernels."""
     (x1, _), (w1, _), (b1, _) = (run.jet(o) for o in (x, weight, bias))
-    if run.second or x1 is None:
+    if run.second or x1 is None or x.tensor.numel() == 0:
         dims = _all_but_channels(x.tensor)
         return _Norm(x, weight, bias, tuple(x.tensor.shape), dims, _channels(x.tensor), eps, None).push(run)
     value, w = run.value(x), run.value(weight)
@@ -190,8 +191,9 @@ class _BatchTangent(torch.autograd.Function):
 
 
 def _batch_kernel(d: Tensor, x: Tensor, mean: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """D d, Σ d x̂ and Σ d of each channel."""
-    return torch.ops.aten.native_batch_norm_backward(d, x, None, None, None, mean, scale, True, eps, [True, True, True])
+    """D d, Σ d x̂ and Σ d of each channel. CUDA's kernel makes the two sums like the weight: it needs one."""
+    one = torch.ones_like(mean)
+    return torch.ops.aten.native_batch_norm_backward(d, x, one, None, None, mean, scale, True, eps, [True, True, True])
 
 
 def _by_channel(t: Tensor, x: Tensor) -> Tensor:

@@ -141,6 +141,8 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _note("looks up by a mask")
         if name in _WAITING:
             _note(_WAITING[name])
+        if name == "native_batch_norm_backward" and args[2] is None and any(args[-1][1:]):
+            raise RuntimeError("CUDA's kernel makes gradients of scale and shift like the scale, and got none")
     far = bool(given) or _is_far(kwargs.get("device"))
     if far and "device" in kwargs:
         kwargs = {**kwargs, "device": "cpu", "pin_memory": False}

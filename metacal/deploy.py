@@ -169,7 +169,7 @@ def load_file(path: str | Path, model: nn.Module | None = None, device: str | to
     """
     file = Path(path)
     require(file.is_file(), f"{path} does not exist")
-    state = checkpoint.load(file, "cpu", of_run=False)
+    state = checkpoint.load(file, of_run=False)
     require(state.get("contains") == "model", f"{file} is no saved model, but the state of a training: load its run")
     built = state["architecture"]
     if model is None:

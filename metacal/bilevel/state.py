@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from metacal.network import ModuleState, Streams
 
-__all__ = ["Gate", "Snapshot", "Undo", "held_on", "preserved", "state_tensors"]
+__all__ = ["Gate", "Snapshot", "Undo", "held_on", "on_device", "preserved", "state_tensors"]
 
 
 class Undo:
@@ -123,6 +123,15 @@ class Gate:
         """Where `well`, a 0-d bool, is false, all tensors get back what they held."""
         for tensor, before in zip(self.tensors, self.before):
             tensor.copy_(torch.where(well, tensor, before))
+
+
+def on_device(state: Any, device: torch.device) -> Any:
+    """A state of tensors and plain Python whose tensors, wherever it was read to, are on `device`."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {key: on_device(value, device) for key, value in state.items()}
+    return [on_device(value, device) for value in state] if isinstance(state, (list, tuple)) else state
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

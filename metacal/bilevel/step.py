@@ -17,7 +17,7 @@ from metacal.bilevel.engines import ENGINES
 from metacal.bilevel.inner import Batch, Gradient, Inner, Last, Mix, check_batch, prepared
 from metacal.bilevel.reading import OUTER, Ledger, NonFiniteError, StepReport
 from metacal.bilevel.signal import Signal
-from metacal.bilevel.state import Gate, Snapshot, Undo, held_on, preserved, state_tensors
+from metacal.bilevel.state import Gate, Snapshot, Undo, held_on, on_device, preserved, state_tensors
 from metacal.bilevel.tangent import TANGENT
 from metacal.bilevel.unrolled import HIGHER
 from metacal.bilevel.window import OneStep
@@ -388,11 +388,13 @@ class MetaStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, on whatever device its tensors are."""
+        device = self.params[0].device
         self.count = state["count"]
         self._ledger.load(state["skipped"])
-        self.outer.load_state_dict(state["outer"])
+        self.outer.load_state_dict(on_device(state["outer"], device))
         self.engine.load_state(state["engine"])
         self.inner.details = set(state.get("details", ()))
         self.window.load_state_dict(state.get("window"))
         if "signal" in state:  # a checkpoint of an older version has none
-            self.signal.load_state_dict(state["signal"])
+            self.signal.load_state_dict(on_device(state["signal"], device))

@@ -37,8 +37,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
     write_atomically(path, write)
 
 
-def load(path: str | Path, device: torch.device | str = "cpu", of_run: bool = True) -> dict[str, Any]:
-    """The state that `save` wrote.
+def load(path: str | Path, of_run: bool = True) -> dict[str, Any]:
+    """The state that `save` wrote, on the CPU, where Adam keeps its count of steps; who loads a state puts it in place.
 
     of_run: whether the other files in the folder are checkpoints of the same run.
 
@@ -48,19 +48,19 @@ def load(path: str | Path, device: torch.device | str = "cpu", of_run: bool = Tr
     """
     path = Path(path)
     try:
-        return _read(path, device)
+        return _read(path)
     except InputError as error:
         if not of_run:
             raise
         raise InputError(f"{error}; {_good_beside(path)}") from None
 
 
-def _read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     require(path.is_file(), f"checkpoint {path} does not exist")
     try:
         with open(path, "rb") as file:
             sealed = _check_seal(file)
-            state = torch.load(file, map_location=device, weights_only=True)
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except InputError as error:
         raise InputError(f"checkpoint {path} {error}") from None
     except Exception as error:  # damaged bytes without a seal, of an older run, can raise anything

@@ -156,7 +156,7 @@ def _run_in(folder: RunFolder, config: Config, data: Data, parts: Parts, watch: 
     """The run itself, with all of its parts at hand and the folder its own."""
     state = None
     if ranks.broadcast_object(folder.interrupted and not config.overwrite):
-        state = checkpoint.load(folder.last, parts.device)
+        state = checkpoint.load(folder.last)
     progress = restore(parts, watch, state, str(folder.last)) if state else Progress()
     if state is None:
         torch.manual_seed(config.seed)  # what dropout draws from

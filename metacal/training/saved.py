@@ -47,7 +47,7 @@ def load_run(path: str | Path, device_name: str = "auto", which: str = "best") -
     file = folder.best if which == "best" else folder.last
     require(file.is_file(), f"{path} has no checkpoint yet (checkpoints/{file.name})")
     device = choose_device(device_name)
-    state = checkpoint.load(file, device)
+    state = checkpoint.load(file)
     config = recorded_config(folder, state)
     data = prepare_data(config, device)
     if folder.summary.exists() and not folder.finished:

@@ -18,6 +18,7 @@ from torch import nn
 
 import metacal
 from metacal.bilevel import NonFiniteError
+from metacal.calibration.surrogates import build_outer
 from metacal.config.compose import compose
 from metacal.errors import InputError
 from metacal.names import MethodName, OptimizerName
@@ -202,6 +203,31 @@ def test_a_step_is_skipped_on_the_device_as_it_is_on_the_cpu() -> None:
         assert left_out == [float(i in bad | bad_meta) for i in range(8)]
         assert far.skipped == near.skipped == 3
         torch.testing.assert_close(state(far), state(near), rtol=1e-4, atol=1e-6)
+
+
+def test_a_state_goes_on_on_another_device() -> None:
+    def trained(device: Any) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        net, source = Net(), metacal.GammaNet(8, hidden=4)
+        net, source = copy.deepcopy(net).to(device), copy.deepcopy(source).to(device)
+        optimizer, learner = torch.optim.Adam(net.parameters()), torch.optim.Adam(source.parameters())
+        outer = build_outer("sece", reference_points="bank")
+        return metacal.MetaStep(net, optimizer, source, learner, outer=outer), net, source, optimizer, learner
+
+    with Waits() as waits:
+        near, far = trained("cpu"), trained(FAR)
+        for batch in batches("cpu", steps=2):
+            near[0].step(*batch)
+        for a, b in zip(near, far):
+            b.load_state_dict(copy.deepcopy(a.state_dict()))
+        for i, (a, b) in enumerate(zip(batches("cpu", steps=4), batches(FAR, steps=4))):
+            expected = near[0].step(*a)
+            waits.watching = i > 0  # the first outer part of a process proves that its pass can be repeated
+            found = far[0].step(*b)
+            waits.watching = False
+            for name, value in expected.items():
+                assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-6)
+        assert not waits.seen  # as of Adam's counts, had they been read to the device
 
 
 def test_a_pass_that_cannot_be_repeated_is_found_out_a_step_later() -> None:

@@ -1,11 +1,16 @@
-"""Moving tensors to a device without waiting for what it is doing."""
+"""Moving tensors to a device without waiting for what it is doing, and what it computes in float32."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["sent"]
+__all__ = ["full_float32", "sent"]
 
 
 def sent(t: Tensor, device: torch.device) -> Tensor:
@@ -16,3 +21,33 @@ def sent(t: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and t.device.type == "cpu":
         t = t.pin_memory()
     return t.to(device, non_blocking=True)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Products of float32 in float32 for the block, where passes are subtracted or compared.
+
+    A GPU rounds the factors of a convolution to 11 bits (TF32) unless it is told not to, and those of a matrix product
+    where it is told to.
+    """
+    changed = [setting for setting in _float32_settings() if setting[1] != setting[2]]
+    for put, _, full in changed:
+        put(full)
+    try:
+        yield
+    finally:
+        for put, before, _ in changed:
+            put(before)
+
+
+def _float32_settings() -> list[tuple[Callable[[Any], None], Any, Any]]:
+    """What sets a precision, to what it is set, and what rounds nothing."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    try:
+        return [
+            (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "highest"),
+            (partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32, False),
+        ]
+    except RuntimeError:  # they were set by the names that torch has since 2.9, which do not go with the older ones
+        parts = (matmul, cudnn.conv, cudnn.rnn)
+        return [(partial(setattr, part, "fp32_precision"), part.fp32_precision, "ieee") for part in parts]

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "mixing": "devices errors",
     "calibration": "errors files folds names options predictions",
     "margins": "calibration errors inputs modes network pixels predictions",
-    "curvature": "autodiff errors losses network ranks",
+    "curvature": "autodiff devices errors losses network ranks",
     # what is trained, and on what
     "data": "devices errors files folds inputs options ranks",
     "models": "errors inputs network options",
@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "penalties": "autodiff calibration curvature errors margins network options pixels",
     "objective": "calibration errors losses options penalties",
     "optim": "curvature errors models network options ranks",
-    "bilevel": "autodiff batchnorm calibration errors gamma inputs losses mixing network objective optim ranks",
+    "bilevel": "autodiff batchnorm calibration devices errors gamma inputs losses mixing network objective optim ranks",
     "monitors": "calibration curvature errors margins models modes options pixels predict predictions",
     # runs
     "config": "bilevel calibration configs data errors gamma launch losses models monitors names objective optim "

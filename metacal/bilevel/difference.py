@@ -11,6 +11,7 @@ from metacal import ranks
 from metacal.autodiff.cuts import Cuts
 from metacal.bilevel.passes import Engine, Recorded
 from metacal.bilevel.reading import Check
+from metacal.devices import full_float32
 from metacal.errors import InputError, require
 from metacal.network import Network
 from metacal.optim.transpose import Cotangents, total_norm
@@ -57,7 +58,17 @@ class Difference(Engine):
 
 
 class _Compared(Recorded):
+    """All its passes in full float32: they differ by `relative` of their size, a few times what TF32 leaves off."""
+
     engine: Difference
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        with full_float32():
+            return super().forward()
+
+    def repeated(self, params: list[Tensor]) -> Tensor:
+        with full_float32():
+            return super().repeated(params)
 
     @torch.no_grad()
     def jv(self, v: Cotangents) -> Tensor:

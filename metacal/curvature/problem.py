@@ -2,8 +2,9 @@
 
 `Problem` holds a network, a batch and a loss after all checks; `Problem.logits` is the only place of the folder
 that calls the network. Each evaluation leaves the network and the random streams as it found them
-(`metacal.network`), writes no `.grad`, and has autocast off; attention runs as plain matrix products (the fused
-kernels have no double backward). Logits of the same examples are compared from evaluation to evaluation.
+(`metacal.network`), writes no `.grad`, and has autocast off and float32 products in full; attention runs as plain
+matrix products (the fused kernels have no double backward). Logits of the same examples are compared from evaluation to
+evaluation.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from metacal import ranks
 from metacal.autodiff.derivatives import naming_reentrant_checkpoints
 from metacal.curvature.loss import LogitLoss, check_loss, loss_of_rows
+from metacal.devices import full_float32
 from metacal.errors import InputError, require
 from metacal.network import Network, Streams, check_repeated, coupling_layer
 
@@ -34,7 +36,7 @@ def _is_backbone(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def _exact_math(device: torch.device) -> Iterator[None]:
     plain = torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False)
-    with plain[0], plain[1], plain[2], naming_reentrant_checkpoints():
+    with plain[0], plain[1], plain[2], full_float32(), naming_reentrant_checkpoints():
         yield
 
 

@@ -230,6 +230,27 @@ def test_a_state_goes_on_on_another_device() -> None:
         assert not waits.seen  # as of Adam's counts, had they been read to the device
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_that_drops_is_not_fused_where_its_pass_is_repeated(dropout: float) -> None:
+    """A GPU's fused kernels draw their masks in a way of their own; the first pass may draw, and is as the others."""
+    fused: list[bool] = []
+
+    class Attending(Net):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            fused.append(torch.backends.cuda.flash_sdp_enabled())
+            return super().forward(nn.functional.dropout(x, dropout, self.training))
+
+    with Waits():
+        net, source = Attending().to(FAR), metacal.GammaNet(8, hidden=4).to(FAR)
+        optimizers = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (net, source))
+        step = metacal.MetaStep(net, next(optimizers), source, next(optimizers), engine_options={"reuse": False})
+        for batch in batches(FAR, steps=3):
+            step.step(*batch)
+    training, meta, repeated = fused[::3], fused[1::3], fused[2::3]
+    assert training == [False, dropout == 0, dropout == 0]
+    assert not any(meta) and not any(repeated)
+
+
 def test_a_pass_that_cannot_be_repeated_is_found_out_a_step_later() -> None:
     """The first outer part proves it at once; a network that changes its ways later on is found out by the verdict."""
 

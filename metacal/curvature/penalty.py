@@ -7,6 +7,7 @@ vᵀH v with signs v, and the exact trace over the last layer's own parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -19,17 +20,29 @@ from metacal.curvature.sampling import Probe
 from metacal.curvature.structure import curved_activations
 from metacal.errors import require
 
-__all__ = ["penalty_trace"]
+__all__ = ["Looked", "penalty_trace"]
+
+
+@dataclass
+class Looked:
+    """What was found out about a network, once for all steps on a GPU, which is waited for: on the CPU in each step.
+
+    rows: the modules whose input has a row an example, where the norms layer by layer give the trace; else None.
+    """
+
+    done: bool = False
+    rows: set[nn.Module] | None = None
 
 
 def penalty_trace(
-    probe: Probe, model: nn.Module, x: Tensor, y: Tensor, rows: slice, logits: Tensor | None
+    probe: Probe, model: nn.Module, x: Tensor, y: Tensor, rows: slice, logits: Tensor | None, looked: Looked
 ) -> tuple[Tensor, str, Tensor]:
     """An estimate with its graph in θ, the name of its route (`metacal.penalties.trace`), and logits with a graph.
 
     rows: the samples that count. logits: of all of x, with the graph of a plain forward, if there are any.
     """
     problem = Problem.of(model, x[rows], y[rows], probe.loss, randomness="freeze", seed=probe.stream, pairs=True)
+    problem.compares = not looked.done or x.device.type == "cpu"
     params = problem.params
     with problem.math():
         fits = logits is not None and logits.requires_grad and logits.dtype == params[0].dtype
@@ -42,7 +55,7 @@ def penalty_trace(
             return _chain_penalty(probe, chain, z[part], problem.y).mean(), "closed form", z
         if len(z) != len(problem):
             z = problem.logits()
-        captured = _in_layers(problem, probe.hessian)
+        captured = _in_layers(problem, probe.hessian, looked)
         if captured is not None:
             columns, weight = probe.columns(captured.z)
             return (weight * column_norms(captured, columns, graph=True)).mean(), "layers", z
@@ -69,10 +82,18 @@ def _chain_penalty(probe: Probe, chain: Chain, z: Tensor, y: Tensor) -> Tensor:
     return closed_form(chain, columns, weight, logit_gradient(z, y, probe.loss), signs, smooth=True)
 
 
-def _in_layers(problem: Problem, hessian: bool) -> Captured | None:
-    """A pass whose norms layer by layer give the trace, Tr H if piecewise linear; two examples are looked at first."""
-    if problem.coupled is not None:
-        return None
+def _in_layers(problem: Problem, hessian: bool, looked: Looked) -> Captured | None:
+    """A pass whose norms layer by layer give the trace, Tr H if piecewise linear."""
+    if problem.compares:
+        captured = None if problem.coupled is not None else _looked_at(problem, hessian)
+        looked.done, looked.rows = True, None if captured is None else problem.row_modules
+        return captured
+    problem.row_modules = looked.rows
+    return None if looked.rows is None else capture(problem, graph=True)
+
+
+def _looked_at(problem: Problem, hessian: bool) -> Captured | None:
+    """The same, with a look at two examples first, and at what each gives in all passes."""
     try:
         if examples_depend(problem) is not None:
             return None

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from metacal.autodiff.graph import require_second_derivative
 from metacal.curvature.loss import LOSSES
-from metacal.curvature.penalty import penalty_trace
+from metacal.curvature.penalty import Looked, penalty_trace
 from metacal.curvature.sampling import Probe
 from metacal.errors import require, require_choice
 from metacal.options import option
@@ -59,6 +59,7 @@ class TracePenalty(PenaltyPart):
     step: int = field(default=0, compare=False)
     offset: int = field(default=0, compare=False)
     route: str | None = field(default=None, compare=False)
+    looked: Looked = field(default_factory=Looked, compare=False, repr=False)
 
     @property
     def batchwise(self) -> bool:  # type: ignore[override]
@@ -83,7 +84,7 @@ class TracePenalty(PenaltyPart):
         )
         probe = Probe(self.which == "hessian", self.probes, (self.seed, self.step), self.loss, self.offset)
         rows = slice(0, min(self.batch or len(x), len(x)))
-        value, self.route, z = penalty_trace(probe, model, x, y, rows, logits)
+        value, self.route, z = penalty_trace(probe, model, x, y, rows, logits, self.looked)
         if self.route != "closed form":
             require_second_derivative(name, value)
         # a trace that does not depend on θ, as of a linear model's MSE

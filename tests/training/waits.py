@@ -53,7 +53,8 @@ KNOWN = {
 
 def watched(words: list[str]) -> Counter[str]:
     """The waits of `STEPS` steps between the first outer one and the first line of the log, within one epoch."""
-    few = ["data.train_size=160", "data.batch_size=4", "data.meta_batch_size=8", "model.hidden=[12]", "epochs=1"]
+    few = ["data.train_size=160", "data.batch_size=4", "data.meta_batch_size=8", "epochs=1"]
+    few += [] if any(word.startswith("model=") for word in words) else ["model.hidden=[12]"]
     few += ["monitor=light", "monitor.log_every=1000", "monitor.figures_every=0"]
     with Waits() as waits:
         if "optimizer=gd" in words:  # an epoch is a step, and its end looks at what was reported
@@ -93,6 +94,8 @@ def console() -> ConsoleLog:
         "method=gamma_net optimizer=bulk_sgd optimizer.every=8 optimizer.k=2",
         "method=metacal optimizer=sam optimizer.base=muon optimizer.clip_norm=0.1",
         "method=gamma_net optimizer.clip_norm=0.1 " + " ".join(f"penalties.{name}.weight=0.01" for name in PENALTIES),
+        "method=focal model=cnn model.norm=group penalties.gn_trace.weight=0.01 penalties.hessian_trace.weight=0.01 "
+        "penalties.hessian_trace.probes=2",
         "method=gamma_net meta.engine=difference",
         "method=gamma_net meta.engine=reverse meta.reference_points=bank optimizer=adamw optimizer.clip_norm=0.1",
         "method=gamma_scalar meta.engine=tangent optimizer=muon optimizer.clip_norm=0.1",

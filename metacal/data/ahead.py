@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from metacal.devices import sent
 from metacal.inputs import Inputs
 
 __all__ = ["on_device", "one_ahead"]
@@ -21,7 +22,7 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
     """The batches on `device`, in their order.
 
     On a GPU each is copied on a stream of its own, one batch ahead, and the stream that works waits for that copy
-    alone. The host waits for neither where the batches lie in pinned memory.
+    alone.
     """
     if device.type != "cuda":
         yield from (_sent(batch, device) for batch in batches)
@@ -54,4 +55,4 @@ def one_ahead(items: Iterable[T]) -> Iterator[T]:
 
 
 def _sent(batch: Batch, device: torch.device) -> Batch:
-    return tuple(None if part is None else part.to(device, non_blocking=True) for part in batch)
+    return tuple(None if part is None else sent(part, device) for part in batch)

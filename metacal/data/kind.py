@@ -79,6 +79,8 @@ class InputKind:
             largest.append(high)
         smallest, greatest = torch.cat(least), torch.cat(largest)
         n = len(smallest)
+        if transform is not None:  # where inputs come, be it in a process that loads them
+            transform = replace(transform, mean=transform.mean.cpu(), std=transform.std.cpu())
         return cls(
             shape=tuple(x.shape[1:]),
             dtype=x.dtype,

@@ -178,7 +178,7 @@ def loader_batches(
     first, _ = next(batches.epoch(0))
     if first.dtype == torch.uint8:
         as_images(first, "train")
-        transform = _on(image_transform(lambda: _inputs(batches, STATISTICS), task.dtype), batches.device)
+        transform = image_transform(lambda: _inputs(batches, STATISTICS), task.dtype)
     kind = kind_of(_inputs(batches, LOOK), transform)
     batches.prepare = partial(kind.prepare, ranged=False)
     return batches, kind

@@ -394,4 +394,4 @@ def pixels_as_said(
         return Pixels(mean, std)
     if kind.dtype != torch.uint8 or kind.transform is None:
         return None
-    return Pixels(kind.transform.mean.float(), kind.transform.std.float())
+    return Pixels(*(values.to(device, torch.float32) for values in (kind.transform.mean, kind.transform.std)))

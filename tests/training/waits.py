@@ -15,11 +15,14 @@ import pytest
 import torch
 from reference.far import FAR, Waits
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import metacal
 from metacal.bilevel import NonFiniteError
 from metacal.calibration.surrogates import build_outer
 from metacal.config.compose import compose
+from metacal.data import InputKind, Task, as_batches, as_split
+from metacal.data.wrap import loader_batches
 from metacal.errors import InputError
 from metacal.names import MethodName, OptimizerName
 from metacal.training.logging import ConsoleLog, RunLog
@@ -231,6 +234,22 @@ def test_a_state_goes_on_on_another_device() -> None:
             for name, value in expected.items():
                 assert found[name] == pytest.approx(value, rel=1e-3, abs=1e-6)
         assert not waits.seen  # as of Adam's counts, had they been read to the device
+
+
+def test_batches_of_a_loader_come_without_waiting() -> None:
+    images = TensorDataset(torch.randint(256, (12, 3, 4, 4), dtype=torch.uint8), torch.arange(12) % 3)
+    with Waits() as waits:
+        task = Task(3, torch.float32)
+        train, kind = loader_batches(DataLoader(images, 4), 0, FAR, task)
+        # as those that a model is given whose training images, and their statistics, lie on the device
+        val = as_batches(DataLoader(images, 4), device=FAR, like=as_split(images, device=FAR), task=task)
+        assert isinstance(kind, InputKind) and kind.transform is not None and kind.transform.mean.device.type == "cpu"
+        for batches in (train, val):
+            waits.watching = True
+            found = [x.device.type for x, _ in batches.epoch(1)]
+            waits.watching = False
+            assert found == ["far"] * 3
+        assert not waits.seen
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -91,7 +91,7 @@ class _FirstOrderOnly(torch.autograd.Function):
 _ONCE = "sece, mmce and skce can be differentiated once only; soft_ece, dece, nll and brier twice"
 
 
-def sece_rule(bandwidth: float, self_term: bool, norm: str) -> Rule:
+def sece_rule(bandwidth: float | Tensor, self_term: bool, norm: str) -> Rule:
     """Value and gradient of SECE, for rows of c in sorted order against the references that they can feel.
 
     Let s_i be the derivative of the value in ã_i − c_i, b_j the correctness of reference r_j, and
@@ -152,7 +152,7 @@ def sece_rule(bandwidth: float, self_term: bool, norm: str) -> Rule:
     return rule
 
 
-def _reach(r: Tensor, places: Tensor, bandwidth: float, self_term: bool) -> tuple[Tensor, Tensor]:
+def _reach(r: Tensor, places: Tensor, bandwidth: float | Tensor, self_term: bool) -> tuple[Tensor, Tensor]:
     """How far the references of every sample lie that show in its sums, and how far the nearest other one; (N,).
 
     Pairs further apart than that have a kernel below eps/M of the row's largest one. Without the self term the largest
@@ -161,7 +161,7 @@ def _reach(r: Tensor, places: Tensor, bandwidth: float, self_term: bool) -> tupl
     x = r[places]
     reach = bandwidth * math.sqrt(2 * math.log(len(r) / torch.finfo(r.dtype).eps))
     if self_term:
-        return torch.full_like(x, reach), torch.zeros_like(x)
+        return torch.ones_like(x) * reach, torch.zeros_like(x)
     gaps = torch.cat([r.new_full((1,), math.inf), r.diff(), r.new_full((1,), math.inf)])
     nearest = torch.minimum(gaps[places], gaps[places + 1])
     return (nearest.square() + reach**2).sqrt(), nearest

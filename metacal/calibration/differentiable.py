@@ -126,9 +126,12 @@ def batch_bandwidth(c: Tensor) -> float:
     that a confidence is compared with, still grows. With h fixed at .01 a batch of a few hundred compares each sample
     with itself and a handful of others, and the gradient of SECE is noise: docs/surrogates.md.
     """
-    spread = float(c.double().std(correction=0)) if len(c) > 1 else 0.0
-    low, high = BANDWIDTHS
-    return min(max(1.06 * spread * len(c) ** -0.2, low), high)
+    return float(_batch_bandwidth(c))
+
+
+def _batch_bandwidth(c: Tensor) -> Tensor:
+    """The same as a 0-d tensor, float64, for which a GPU is not waited."""
+    return (1.06 * c.double().std(correction=0) * len(c) ** -0.2).clamp(*BANDWIDTHS)
 
 
 # ---------------------------------------------------------------------------------------------- surrogates
@@ -171,7 +174,7 @@ def sece(
             bank_c.ndim == 1 and bank_c.shape == bank_a.shape,
             f"bank must be two tensors of shape (B,), got {tuple(bank_c.shape)} and {tuple(bank_a.shape)}",
         )
-    h = batch_bandwidth(torch.cat([c.detach(), bank_c])) if adaptive else bandwidth
+    h = _batch_bandwidth(torch.cat([c.detach(), bank_c])) if adaptive else bandwidth
     return PairSum.apply(sece_rule(h, self_term, norm), c, a, bank_c, bank_a)[0]
 
 
@@ -206,7 +209,7 @@ def skce(logits: Tensor, labels: Tensor, bandwidth: Bandwidth = LAPLACE_SCALE) -
     return PairSum.apply(kernel_rule(bandwidth, False, True), *confidences(logits, labels))[0]
 
 
-def _soft_bins(c: Tensor, a: Tensor, n_bins: int, temperature: float, norm: str) -> Tensor:
+def _soft_bins(c: Tensor, a: Tensor, n_bins: int, temperature: float | Tensor, norm: str) -> Tensor:
     """Σ_m S_m/N |A_m − C_m| (or its l2 form) with memberships softmax_m(−(c − centre_m)²/temperature)."""
     centres = (torch.arange(n_bins, dtype=c.dtype, device=c.device) + 0.5) / n_bins
     members = (-(c[:, None] - centres).square() / temperature).softmax(dim=1)
@@ -261,9 +264,8 @@ def soft_ece(
     check_options(soft_ece, n_bins=n_bins, temperature=temperature, norm=norm, adaptive=adaptive)
     logits, labels = check_batch(logits, labels)
     c, a = confidences(logits, labels)
-    if adaptive:
-        temperature = 2 * batch_bandwidth(c.detach()) ** 2
-    return _soft_bins(c, a, n_bins, temperature, norm)
+    width = 2 * _batch_bandwidth(c.detach()) ** 2 if adaptive else temperature
+    return _soft_bins(c, a, n_bins, width, norm)
 
 
 def confidence_gap(

@@ -81,7 +81,7 @@ class LastLayerLaplace:
         phi, p = _with_one(features), torch.softmax(logits.double(), 1)
         k, d = p.shape[1], phi.shape[1]
         require(k * d <= LARGEST, f"the last layer must have at most {LARGEST:,} weights, K (D + 1), got {k} · {d}")
-        curvature = torch.zeros(k * d, k * d, dtype=torch.float64)
+        curvature = phi.new_zeros(k * d, k * d)
         for rows in torch.arange(len(p)).split(max(1, _ENTRIES // (k * d))):
             outer = (p[rows, :, None] * phi[rows, None, :]).flatten(1)
             curvature -= outer.t() @ outer
@@ -118,7 +118,8 @@ class LastLayerLaplace:
         scale = self._scales(self.precision if precision is None else precision)
         z, out = logits.double(), []
         generator = torch.Generator().manual_seed(seed)
-        noise = None if samples is None else torch.randn(len(scale), samples, generator=generator, dtype=torch.float64)
+        noise = None if samples is None else torch.randn(len(scale), samples, generator=generator, dtype=scale.dtype)
+        noise = None if noise is None else noise.to(scale.device)
         for rows, along in self._along(features):
             if noise is None:
                 variance = along.square() @ scale.square()

@@ -77,6 +77,14 @@ def test_the_precision_has_the_least_nll_of_those_tried() -> None:
         laplace.probabilities(x[:, :2], z)
 
 
+def test_all_is_worked_out_where_the_features_are() -> None:
+    features, logits = torch.randn(6, 3, device="meta"), torch.randn(6, 2, device="meta")
+    laplace = LastLayerLaplace().fit(features, logits)
+    for p in (laplace.probabilities(features, logits, samples=4), laplace.probabilities(features, logits)):
+        assert p.shape == (6, 2) and p.device.type == "meta"
+    assert laplace.covariance(features).device.type == "meta"
+
+
 def test_dropout_is_averaged_and_all_else_left_alone() -> None:
     """Dropout of one input with probability 1/2 has two outcomes, whose mean is known."""
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 2), nn.BatchNorm1d(2)).double()

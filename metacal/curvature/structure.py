@@ -32,6 +32,7 @@ LINEAR = {
     "Squeeze", "Unsqueeze", "Slice", "Select", "Cat", "Mean", "Sum", "AvgPool2D", "AdaptiveAvgPool2D",
     "MkldnnAdaptiveAvgPool2D", "ConstantPadNd", "ReflectionPad2D", "ReplicationPad2D", "Clone", "ToCopy", "Alias",
     "Div", "Relu", "LeakyRelu", "Hardtanh", "Threshold", "MaxPool2DWithIndices", "Contiguous", "AsStrided",
+    "NativeDropout",  # on a GPU; its mask is a constant
 }  # fmt: skip
 PRODUCT = {
     "Addmm", "Mm", "Bmm", "Mul", "Linear", "Convolution", "MkldnnConvolution", "NativeBatchNorm",

@@ -572,3 +572,17 @@ def test_embeddings(sparse: bool) -> None:
         grads = [torch.autograd.grad(v, list(m.parameters())) for v, m in zip(values, (model, dense_model))]
         for a, b in zip(*grads):
             torch.testing.assert_close(a.to_dense() if a.is_sparse else a, b)
+
+
+def test_dropout_as_it_is_on_a_gpu_changes_no_route() -> None:
+    class Dropout(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.native_dropout(x, 0.5, self.training)[0]  # which is what torch.dropout calls there
+
+    estimates = []
+    for dropout in (nn.Dropout(0.5), Dropout()):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), dropout, nn.Flatten(), nn.Linear(12, 3))
+        penalty = TracePenalty("hessian")
+        estimates.append((float(penalty(net, torch.randn(6, 2, 4, 4), torch.arange(6) % 3).detach()), penalty.route))
+    assert estimates[0] == estimates[1] and estimates[0][1] == "layers"

@@ -7,6 +7,8 @@ are those of the whole batch, on every device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -52,7 +54,8 @@ class UnionBatchNorm(_BatchNorm):
     def _track(self, mean: Tensor, var: Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        # of all batches: on the device, for which the host would have to wait
+        rate: Any = 1.0 / self.num_batches_tracked.to(self.running_mean) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean), rate)
         self.running_var.lerp_(var.to(self.running_var), rate)
 

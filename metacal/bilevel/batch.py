@@ -157,8 +157,9 @@ def sum_gradients(params: Sequence[Tensor], sums: ranks.GradientSums, numbers: S
         present[i] = 0
     sums.finish()
     ranks.sum_([present, *numbers])
+    on_any = present.tolist() if lacking else []  # for which a GPU is waited, once
     for i in lacking:
-        if not present[i]:
+        if not on_any[i]:
             params[i].grad = None
 
 

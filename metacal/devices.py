@@ -13,8 +13,8 @@ from torch import Tensor
 __all__ = ["full_float32", "sent"]
 
 
-def sent(t: Any, device: torch.device) -> Any:
-    """A tensor, or `Inputs`, on `device`. A copy to a GPU is queued there behind what it has to do, and the host goes on.
+def sent(t: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. A copy to a GPU is queued there behind what it has to do, and the host goes on.
 
     That takes pinned memory: of other memory the host waits until it was read.
     """

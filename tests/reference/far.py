@@ -78,7 +78,7 @@ class _Far(Tensor):
         return self.cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.cpu().numpy()
+        raise TypeError("tensors of a device cannot be arrays: use Tensor.cpu() first")
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         copy = self.detach().clone()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,17 +22,21 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from metacal.bilevel import MetaStep
+from metacal.devices import full_float32
 from metacal.gamma import GammaNet
 from metacal.models import Backbone
 
 CASES: dict[str, tuple[torch.dtype, dict[str, object]]] = {
     "float32": (torch.float32, {}),
+    "tf32": (torch.float32, {}),  # what a GPU makes of float32 in convolutions; on a CPU left out
     "bf16": (torch.float32, {"autocast": torch.bfloat16}),
     "bf16_outer": (torch.float32, {"autocast": torch.bfloat16, "outer_autocast": True}),
 }
 
 
-def hypergradient(model: str, batch: int, device: str, dtype: torch.dtype, settings: dict[str, object]) -> Tensor:
+def hypergradient(
+    model: str, batch: int, device: str, dtype: torch.dtype, settings: dict[str, object], full: bool = True
+) -> Tensor:
     """Of a step after 20 plain float32 ones, which are the same for every precision."""
     net = Backbone(network(model)).to(device)
     torch.manual_seed(1)
@@ -46,7 +51,8 @@ def hypergradient(model: str, batch: int, device: str, dtype: torch.dtype, setti
     optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     plain = MetaStep(net, optimizer, gamma_net)
     for _ in range(20):
-        plain.step(x, y)
+        with full_float32():
+            plain.step(x, y)
     net.to(dtype), gamma_net.to(dtype)
     for entries in optimizer.state.values():
         entries["momentum_buffer"] = entries["momentum_buffer"].to(dtype)
@@ -54,7 +60,8 @@ def hypergradient(model: str, batch: int, device: str, dtype: torch.dtype, setti
         p.grad = None
     learner = Adam(gamma_net.parameters(), lr=1e-3)
     step = MetaStep(net, optimizer, gamma_net, learner, **settings)  # type: ignore[arg-type]
-    found = step.hypergradient(x.to(dtype), y, x_meta.to(dtype), y_meta)
+    with full_float32() if full else nullcontext():
+        found = step.hypergradient(x.to(dtype), y, x_meta.to(dtype), y_meta)
     return torch.cat([h.flatten() for h in found]).double()
 
 
@@ -64,11 +71,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--device", default="cpu")
     words = parser.parse_args()
+    torch.backends.cudnn.deterministic = True  # else the plain steps are others in each row
     print("| model | precision | relative error | cosine |\n|---|---|---|---|")
     for model in words.models:
         exact = hypergradient(model, words.batch, words.device, torch.float64, {})
         for name, (dtype, settings) in CASES.items():
-            found = hypergradient(model, words.batch, words.device, dtype, settings)
+            if name == "tf32" and words.device == "cpu":
+                continue
+            found = hypergradient(model, words.batch, words.device, dtype, settings, full=name == "float32")
             error = float((found - exact).norm() / exact.norm())
             cosine = float(found @ exact / (found.norm() * exact.norm()))
             print(f"| {model} | {name} | {error:.1e} | {cosine:.5f} |", flush=True)

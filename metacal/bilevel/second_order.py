@@ -8,11 +8,12 @@ is the second of two backward passes, at about twice the cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
 
+from metacal.autodiff.plain import PlainNorms
 from metacal.autodiff.tape import Tape
 from metacal.bilevel.batch import Batch, mean_of, sum_cotangents
 from metacal.bilevel.inner import Gradient, Inner
@@ -64,7 +65,10 @@ def _of_pass(
         run.check(z)
         tape.close(z)
         loss = mean_of(inner.losses(batch, z, None if gamma is None else gamma.detach()))
-        objective = inner.penalised(loss, batch, inner.network.model, z, features)
+        of_logits = all(getattr(inner.penalties[name].penalty, "of_logits", False) for name in inner.due(batch))
+        # one that has a gradient in the inputs is differentiated three times
+        with nullcontext() if of_logits else PlainNorms():
+            objective = inner.penalised(loss, batch, inner.network.model, z, features)
         along = None
         with suppress(NotImplementedError):  # no rule for an operation
             along, _ = tape.run(v)
@@ -72,7 +76,6 @@ def _of_pass(
         jv = double_vjp(z, params, v) if along is None else along.detach()
         if not second:
             return jv, [None] * len(v)
-        of_logits = all(getattr(inner.penalties[name].penalty, "of_logits", False) for name in inner.due(batch))
         if along is not None and of_logits:
             # the tangents are linear in v and have a graph in θ, so H v = ∇_θ ⟨∂L/∂z, J v⟩
             (slope,) = torch.autograd.grad(objective, z, create_graph=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from metacal import ranks
+from metacal.autodiff.plain import PlainNorms
 from metacal.bilevel.inner import Gradient, Inner
 from metacal.bilevel.passes import Engine, check_unhooked
 from metacal.bilevel.state import Snapshot, preserved
@@ -70,7 +71,7 @@ def unrolled_gradient(
 
     device = next(model.parameters()).device
     context: Any = higher.innerloop_ctx(model, optimizer, copy_initial_weights=True)
-    with plain_attention(), context as (functional, steps):
+    with plain_attention(), PlainNorms(), context as (functional, steps):
         for i, override in enumerate(settings):
             steps.step(inner(functional, i), override=override, grad_callback=clip)
         with Streams.aside(device):

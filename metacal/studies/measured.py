@@ -108,7 +108,8 @@ def collect(study: Study) -> dict[str, Any]:
         values = {epoch: _values(job, epoch, names, of_run) for epoch in epochs}
         runs.append({"group": job.label, "swept": swept, "seed": job.config.seed, **values})
     said = {key: study.spec.get(key, default) for key, default in (("published", {}), ("plots", []))}
-    return {**pages.about(study), "columns": names, "epochs": epochs, **said, "runs": runs}
+    select = study.jobs[0].config.select
+    return {**pages.about(study), "columns": names, "epochs": epochs, "select": select, **said, "runs": runs}
 
 
 def _values(job: Job, epoch: str, names: Sequence[str], of_run: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -203,12 +204,14 @@ def _table(numbers: Mapping[str, Any], epoch: str) -> Table:
         published = numbers["published"].get(name, {})
         if published:
             rows.append((f"{name}, published", [published_cell(published.get(c.name)) for c in columns]))
-    at = {"selected": "the epoch of the least validation NLL", "last": "the last epoch"}[epoch]
+    select = numbers.get("select", "nll")  # numbers of older reports do not say it
+    by_nll = {"nll": "least validation NLL", "nll_scaled": "least scaled validation NLL"}
+    of = "the last epoch" if epoch == "last" else f"the epoch of the {by_nll.get(select, f'best validation {select}')}"
     counts = map(len, _rows(numbers).values())
-    note = f"{over_seeds(counts)}, at {at}; measures are of the test split if nothing else is said."
+    note = f"{over_seeds(counts)}, at {of}; measures are of the test split if nothing else is said."
     if any(c.name.rpartition("/")[2] in CURVATURE for c in columns):
         note += f" Curvature is that of {IMAGES} validation images in evaluation mode."
-    return Table(columns, rows, "runs", f"At {at}", [note, NO_MARKS], marked=frozenset())
+    return Table(columns, rows, "runs", f"At {of}", [note, NO_MARKS], marked=frozenset())
 
 
 def _row_name(run: Mapping[str, Any], without: str = "") -> str:

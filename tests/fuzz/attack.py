@@ -12,6 +12,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
+from reference.frames import line_of_package
+
 __all__ = ["attack"]
 
 
@@ -47,6 +49,5 @@ def _told(error: Exception) -> str:
     text = (str(error).splitlines() or [""])[0][:500]
     if isinstance(error, AssertionError) and text:
         return text
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/metacal/" in f.filename]
-    place = f" at {frames[-1].filename.rpartition('/metacal/')[2]}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{place}: {text}"
+    line = line_of_package(traceback.extract_tb(error.__traceback__))
+    return f"{type(error).__name__}{f' at {line}' if line else ''}: {text}"

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from reference.frames import line_of_package
+
 __all__ = ["FAR", "Waits"]
 
 _setup_privateuseone_for_python_backend("far")
@@ -111,9 +113,7 @@ class Waits(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         if self.watching:
-            frames = [f for f in traceback.extract_stack() if "/metacal/" in f.filename]
-            where = f"{frames[-1].filename.rpartition('/metacal/')[2]}:{frames[-1].lineno}" if frames else "a test"
-            self.seen[f"{where} {what}"] += 1
+            self.seen[f"{line_of_package(traceback.extract_stack()) or 'a test'} {what}"] += 1
 
 
 def _note(what: str) -> None:

@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 __all__ = ["full_float32", "sent"]
 
 
-def sent(t: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. A copy to a GPU is queued there behind what it has to do, and the host goes on.
+def sent(t: Any, device: torch.device) -> Any:
+    """The tensor, or the `Inputs`, on `device`.
 
-    That takes pinned memory: of other memory the host waits until it was read.
+    A copy to a GPU is queued there behind what it has to do, and the host goes on. That takes pinned memory: of other
+    memory the host waits until it was read.
     """
     if device.type == "cuda" and t.device.type == "cpu":
         t = t.pin_memory()
@@ -42,7 +42,8 @@ def full_float32() -> Iterator[None]:
 
 def _float32_settings() -> list[tuple[Callable[[Any], None], Any, Any]]:
     """What sets a precision, to what it is set, and what rounds nothing."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
     try:
         return [
             (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "highest"),

@@ -25,6 +25,7 @@ __all__ = [
     "named_tensors",
     "pair_in",
     "placed",
+    "tensors_of",
 ]
 
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")
@@ -101,6 +102,11 @@ class Inputs:
         return self.each(Tensor.pin_memory)
 
 
+def tensors_of(x: Tensor | Inputs) -> list[Tensor]:
+    """The tensors that the inputs of a network consist of."""
+    return list(x.tensors.values()) if isinstance(x, Inputs) else [x]
+
+
 def at_a_time(x: Tensor | Inputs, most: int = 1024) -> int:
     """How many samples like those of `x` (N, ...) a network is run on at a time.
 
@@ -108,7 +114,7 @@ def at_a_time(x: Tensor | Inputs, most: int = 1024) -> int:
     layers make of them must fit into memory too. A whole number, such as a token, becomes a vector and counts as 256.
     """
     numbers = 0
-    for t in x.tensors.values() if isinstance(x, Inputs) else (x,):
+    for t in tensors_of(x):
         as_is = t.is_floating_point() or t.dtype in (torch.uint8, torch.bool)
         numbers += t[:1].numel() * (1 if as_is else 256)
     return max(1, min(most, (1 << 23) // max(1, numbers)))

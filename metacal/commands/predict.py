@@ -35,8 +35,9 @@ def predict_command(argv: Sequence[str]) -> int:
     from metacal.training.setup import choose_device
 
     model = load(arguments.run, device=choose_device(arguments.device))
-    size = {"batch_size": arguments.batch_size} if arguments.batch_size else {}
-    inputs = read_inputs(source, model.kind, model.task, model.image_size, workers=arguments.workers, **size)
+    inputs = read_inputs(
+        source, model.kind, model.task, model.image_size, batch_size=arguments.batch_size, workers=arguments.workers
+    )
     probabilities = _probabilities(model, inputs, arguments.batch_size)
     write = {".npz": _write_npz, ".csv": _write_csv}[out.suffix]
     write(out, probabilities, model.class_names, inputs)

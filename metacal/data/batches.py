@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from metacal import ranks
-from metacal.data.ahead import on_device
 from metacal.data.arrays import stacked
+from metacal.data.prefetch import prefetched
 from metacal.data.splits import Split
 from metacal.data.stores import errors_in_one_line, leave_interrupts
 from metacal.devices import sent
 from metacal.errors import require
 from metacal.inputs import at_a_time
 
-__all__ = ["Batches", "derived_seed", "fitting", "global_rng"]
+__all__ = ["Batches", "derived_seed", "global_rng", "samples_at_a_time"]
 
 
 def derived_seed(*key: int | str) -> int:
@@ -55,7 +55,7 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def fitting(split: Split, most: int = 1024) -> int:
+def samples_at_a_time(split: Split, most: int = 1024) -> int:
     """How many of its samples to run a network on at a time, by the size of the first (`inputs.at_a_time`)."""
     if split.in_memory:
         return at_a_time(split.storage, most)
@@ -82,7 +82,7 @@ class Batches:
     by draws that depend on (seed, stream, e) and its place, so `epoch(e, start=k)` goes on at batch k as if
     it had made the first k. No global generator is read.
 
-    `batch_size` None: as many as `fitting` says, for passes without gradients.
+    `batch_size` None: as many as `samples_at_a_time` says, for passes without gradients.
     `drop_last` (default: as `shuffle`) leaves out an incomplete last batch, but never the only one.
     Augmentation as the split's transform says, if `augment`; only images can be augmented.
 
@@ -108,7 +108,7 @@ class Batches:
         shared: bool = False,
     ) -> None:
         require(len(split) > 0, f"split {split.name!r} is empty")
-        batch_size = fitting(split) if batch_size is None else batch_size
+        batch_size = samples_at_a_time(split) if batch_size is None else batch_size
         require(
             isinstance(batch_size, (int, np.integer)) and batch_size >= 1,
             f"batch_size must be an int >= 1, got {batch_size!r}",
@@ -241,7 +241,7 @@ class Batches:
             pin_memory=split.device.type == "cuda",
             generator=torch.Generator().manual_seed(self.seed),  # else it would draw from the global one
         )
-        for stored, labels in on_device(errors_in_one_line(loader), split.device):
+        for stored, labels in prefetched(errors_in_one_line(loader), split.device):
             yield pending.popleft(), stored, labels
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from metacal.data.ahead import on_device
 from metacal.data.arrays import as_inputs, as_labels, labelled, probabilities_in
 from metacal.data.batches import derived_seed, global_rng
 from metacal.data.kind import Task
 from metacal.data.pairs import shown_types
+from metacal.data.prefetch import prefetched
 from metacal.errors import InputError, require
 from metacal.inputs import LABEL_KEYS, pair_in, placed
 
@@ -65,7 +65,7 @@ class LoaderBatches:
 
     def epoch(self, epoch: int, start: int = 0, stride: int = 1) -> Iterator[tuple[Any, ...]]:
         """The batches `start`, `start + stride`, ... of one epoch."""
-        return on_device(self._on_host(epoch, start, stride), self.device)
+        return prefetched(self._on_host(epoch, start, stride), self.device)
 
     def _on_host(self, epoch: int, start: int, stride: int) -> Iterator[tuple[Any, Tensor]]:
         with global_rng(derived_seed(self.seed, self.stream, epoch)):

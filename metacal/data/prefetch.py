@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from metacal.devices import sent
-from metacal.inputs import Inputs
+from metacal.inputs import tensors_of
 
-__all__ = ["on_device", "one_ahead"]
+__all__ = ["one_ahead", "prefetched"]
 
 T = TypeVar("T")
-Batch = tuple[Tensor | Inputs | None, ...]
+Batch = tuple[Any, ...]  # of tensors, `Inputs` and None
 
 
-def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+def prefetched(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches on `device`, in their order.
 
     On a GPU each is copied on a stream of its own, one batch ahead, and the stream that works waits for that copy
@@ -38,9 +37,8 @@ def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
     for batch, done in one_ahead(copies()):
         working = torch.cuda.current_stream(device)
         working.wait_event(done)
-        for part in batch:  # else their memory, which is the copying stream's, could be used again too early
-            for t in part.tensors.values() if isinstance(part, Inputs) else () if part is None else (part,):
-                t.record_stream(working)
+        for t in (t for part in batch if part is not None for t in tensors_of(part)):
+            t.record_stream(working)  # else their memory, which is the copying stream's, could be used again too early
         yield batch
 
 

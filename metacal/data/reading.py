@@ -39,7 +39,12 @@ class Inputs:
 
 
 def read_inputs(
-    path: Path, kind: AnyKind, task: Task, image_size: int | None = None, batch_size: int = 256, workers: int = 0
+    path: Path,
+    kind: AnyKind,
+    task: Task,
+    image_size: int | None = None,
+    batch_size: int | None = None,
+    workers: int = 0,
 ) -> Inputs:
     """The inputs at `path` for a model that was trained on inputs of `kind`.
 
@@ -71,7 +76,7 @@ def read_inputs(
     known = None
     if labels is not None:
         known, _ = as_labels(arrays[labels], str(path), len(x), task.n_classes, task.class_names)
-    return Inputs(len(x), partial(iter, x.split(batch_size)), labels=known)
+    return Inputs(len(x), partial(iter, x.split(batch_size or 256)), labels=known)
 
 
 def _named(arrays: Mapping[str, np.ndarray], path: Path) -> tuple[str, str | None]:

@@ -113,9 +113,10 @@ def for_model(model: Any, data: Any, name: str, ignore_index: int | None = None)
         if pair:
             x = as_inputs(data[0], f"{name} inputs", _by_place(*data))
             y, _ = as_labels(data[1], name, len(x), ignore=ignore_index)
-            data = list(zip(x.split(at_a_time(x)), y.split(at_a_time(x))))
+            size = at_a_time(x)
+            data = list(zip(x.split(size), y.split(size)))
         elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not _is_batch(data[0]):
-            data = DataLoader(data, 64)
+            data = DataLoader(data, 64)  # of any size: none of them has been read
         return _labelled(data, name, Task(ignore_index=ignore_index), lambda x, _: x)
     kind, task = trained
     if ignore_index is not None:

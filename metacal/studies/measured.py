@@ -6,6 +6,7 @@ A row is a group with the values that it sweeps over, the seeds apart: mean and 
     q, train/q, val/q                 the margin moment mean exp(−m)
     gn_sharpness, hessian_sharpness, gn_trace, hessian_trace      of the cross-entropy of `IMAGES` validation images
     trained/gn_sharpness, …           the same of the per-sample loss that is trained
+    epoch, temperature                which epoch it is; the one fitted to it
     minutes, step_ms                  of the training; the median of its steps
     gamma                             the mean of training images at the end
     parameters, gamma_parameters      how many numbers the network and the gammas have
@@ -64,6 +65,10 @@ OTHERS = {
     "parameters": Column("parameters", "Parameters", 0),
     "gamma_parameters": Column("gamma_parameters", "of the gammas", 0),
 }
+OF_EPOCH = {
+    "epoch": Column("epoch", "Epoch", 1),
+    "temperature": Column("temperature", "T", 2),
+}
 BESIDE, MARKERS = 10, "osD^v"  # so many points have their names beside them
 EPOCHS = {"selected": "best", "last": "last"}  # the epoch -> its checkpoint
 
@@ -76,12 +81,12 @@ def column(name: str) -> Column:
     """
     where, _, measure = name.rpartition("/")
     base = measure.removesuffix("_scaled")
-    require_choice("column", base, (*MEASURES, "q", *CURVATURE, *OTHERS))
+    require_choice("column", base, (*MEASURES, "q", *CURVATURE, *OTHERS, *OF_EPOCH))
     splits, losses = ("", "train", "val"), ("", "trained")
     known = losses if base in CURVATURE else splits if base in (*MEASURES, "q") else ("",)
     require(where in known and (base == measure or base in MEASURES), f"there is no column {name}")
-    if base in OTHERS:
-        return OTHERS[base]
+    if base in (*OTHERS, *OF_EPOCH):
+        return {**OTHERS, **OF_EPOCH}[base]
     if base in CURVATURE:
         shown, _ = CURVATURE[base]
         return Column(name, f"{shown.title}, trained loss" if where else shown.title, shown.digits)
@@ -137,6 +142,8 @@ def _values(job: Job, epoch: str, names: Sequence[str], of_run: Mapping[str, flo
             values[name] = _curvature(job, run(), measure, where == "trained")
         elif name in of_run:
             values[name] = of_run[name]
+        elif name == "epoch":
+            values[name] = float(summary["best_epoch" if epoch == "selected" else "last_epoch"])
         elif f"{split_of_summary}/{name}" in summary:
             values[name] = float(summary[f"{split_of_summary}/{name}"])
         else:
@@ -206,12 +213,13 @@ def _table(numbers: Mapping[str, Any], epoch: str) -> Table:
             rows.append((f"{name}, published", [published_cell(published.get(c.name)) for c in columns]))
     select = numbers.get("select", "nll")  # numbers of older reports do not say it
     by_nll = {"nll": "least validation NLL", "nll_scaled": "least scaled validation NLL"}
-    of = "the last epoch" if epoch == "last" else f"the epoch of the {by_nll.get(select, f'best validation {select}')}"
+    selected = f"the epoch of the {by_nll.get(select, f'best validation {select}')}"
+    which = "the last epoch" if epoch == "last" else selected
     counts = map(len, _rows(numbers).values())
-    note = f"{over_seeds(counts)}, at {of}; measures are of the test split if nothing else is said."
+    note = f"{over_seeds(counts)}, at {which}; measures are of the test split if nothing else is said."
     if any(c.name.rpartition("/")[2] in CURVATURE for c in columns):
         note += f" Curvature is that of {IMAGES} validation images in evaluation mode."
-    return Table(columns, rows, "runs", f"At {of}", [note, NO_MARKS], marked=frozenset())
+    return Table(columns, rows, "runs", f"At {which}", [note, NO_MARKS], marked=frozenset())
 
 
 def _row_name(run: Mapping[str, Any], without: str = "") -> str:

@@ -26,7 +26,7 @@ from metacal.config.parts import (
 )
 from metacal.curvature.loss import LogitLoss
 from metacal.data import Batches, Data, Folds, LoaderBatches, Split, build_data
-from metacal.data.batches import derived_seed, fitting
+from metacal.data.batches import derived_seed, samples_at_a_time
 from metacal.errors import InputError, require
 from metacal.gamma import Around
 from metacal.mixing import mixup
@@ -110,7 +110,7 @@ def train_batches(config: Config, split: Split, set_aside: int = 0, folds: Folds
 def meta_batch_size(config: Config, split: Split) -> int:
     """What was asked for; else `META_BATCH_LIMIT`, of large inputs fewer, but no fewer than a training batch has."""
     least = min(config.data.batch_size, META_BATCH_LIMIT)
-    return config.data.meta_batch_size or max(least, fitting(split, META_BATCH_LIMIT))
+    return config.data.meta_batch_size or max(least, samples_at_a_time(split, META_BATCH_LIMIT))
 
 
 def meta_batches(config: Config, split: Split, folds: Folds | None = None) -> Batches | None:

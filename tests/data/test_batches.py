@@ -15,8 +15,8 @@ from torch import Tensor
 
 from metacal.config.compose import compose
 from metacal.data import Batches, Split, Transform
-from metacal.data.ahead import on_device, one_ahead
 from metacal.data.batches import _crop_and_mirror, derived_seed, global_rng
+from metacal.data.prefetch import one_ahead, prefetched
 from metacal.data.stores import ArrayStore
 from metacal.errors import InputError
 from metacal.inputs import Inputs, at_a_time
@@ -216,7 +216,7 @@ def test_a_batch_is_handed_out_when_the_next_one_is_on_its_way() -> None:
 def test_batches_on_a_gpu_are_those_on_the_host() -> None:
     gpu = torch.device("cuda")
     batches = [(torch.full((1 << 20,), i).pin_memory(), None if i % 2 else torch.tensor([i])) for i in range(50)]
-    for i, (x, y) in enumerate(on_device(batches, gpu)):
+    for i, (x, y) in enumerate(prefetched(batches, gpu)):
         assert (x * 2).unique().tolist() == [2 * i] and (y is None) == bool(i % 2)
         del x  # so that its memory is used again
 

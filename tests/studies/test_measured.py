@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from metacal.calibration import ece
+from metacal.calibration import TemperatureScaling, ece
 from metacal.cli import main
 from metacal.curvature import Focal, hessian_sharpness
 from metacal.errors import InputError
@@ -25,7 +25,8 @@ report: measured
 title: Gammas
 setting: An MLP.
 differs: everything.
-columns: [accuracy, ece, train/ece, val/q, hessian_sharpness, trained/hessian_sharpness, parameters, gamma]
+columns: [accuracy, ece, train/ece, val/q, hessian_sharpness, trained/hessian_sharpness, parameters, gamma,
+  epoch, temperature]
 epochs: [selected, last]
 plots: [[gamma.value, hessian_sharpness], [val/q, ece]]
 published: {gammas value 0: {ece: 0.25, accuracy: [0.5, 0.1]}}
@@ -65,6 +66,8 @@ def test_a_study_of_named_columns(
             "trained/hessian_sharpness": hessian_sharpness(backbone, x, y, loss=Focal(5.0)).value,
             "parameters": float(64 * 8 + 8 + 8 * 10 + 10),
             "gamma": 5.0,
+            "epoch": float(job.folder.read_summary()["best_epoch" if epoch == "selected" else "last_epoch"]),
+            "temperature": TemperatureScaling().fit(p["val"]).temperature,
         }
         assert {name: last[epoch][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 

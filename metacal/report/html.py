@@ -28,7 +28,7 @@ from metacal.runs.settings import equal_settings, show_value
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["comparison_page", "figures_of"]
+__all__ = ["comparison_page", "figures_of", "highlighted"]
 
 # With more groups than this a figure shows some in colour: the best, the baseline, and one of each of these methods.
 _ALL_IN_COLOUR = 10
@@ -163,7 +163,7 @@ def figures_of(result: RunComparison) -> list[tuple[str, str, Figure]]:
         s: {g.short: [load_predictions(run, result.split, s) for run in g.runs] for g in groups}
         for s in result.scalings
     }
-    shown, who = _highlighted(result)
+    shown, who = highlighted(result)
     where = f"{result.split} split, {result.n_samples:,} samples"
     bands = f"Lines are means over seeds, bands reach from the least to the largest seed.{who}"
     figures = [
@@ -209,7 +209,7 @@ def figures_of(result: RunComparison) -> list[tuple[str, str, Figure]]:
     return figures
 
 
-def _highlighted(result: RunComparison) -> tuple[set[str] | None, str]:
+def highlighted(result: RunComparison) -> tuple[set[str] | None, str]:
     """The groups that figures show in colour (None: all of them), and a sentence on which they are."""
     if len(result.groups) <= _ALL_IN_COLOUR:
         return None, ""

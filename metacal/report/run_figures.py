@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metacal.calibration.binning import reliability_bins
+from metacal.calibration.binning import Bins, reliability_bins
 from metacal.errors import require
 from metacal.predictions import Predictions
 from metacal.report.cells import column_of, summarise
@@ -65,7 +65,7 @@ Array = NDArray[np.float64]
 
 
 def overlaid_reliability(
-    panels: Mapping[str, Mapping[str, Sequence[Predictions]]],
+    panels: Mapping[str, Mapping[str, Sequence[Predictions | Bins]]],
     n_bins: int = 15,
     few: int = FEW,
     highlight: Collection[str] | None = None,
@@ -73,10 +73,10 @@ def overlaid_reliability(
     """Reliability of every group in one plot a panel (such as before and after scaling).
 
     Args:
-        panels: title -> group -> the predictions of its seeds, the same groups in each. A point of a line stands at
-            the mean confidence and accuracy that the seeds have in one bin; its size grows with the bin's share. The
-            band reaches from the lowest to the highest seed. The ECE in the legend is the mean ± standard deviation
-            of the seeds' ECE, from these very bins, of each panel.
+        panels: title -> group -> the predictions of its seeds, or their bins, the same groups in each. A point of a
+            line stands at the mean confidence and accuracy that the seeds have in one bin; its size grows with the
+            bin's share. The band reaches from the lowest to the highest seed. The ECE in the legend is the mean ±
+            standard deviation of the seeds' ECE, from these very bins, of each panel.
         n_bins: of equal width.
         few: a bin with fewer samples of a seed, on average, is no point of the line: its number of samples stands
             there, faintly, for groups in colour. It counts in the ECE.
@@ -89,7 +89,7 @@ def overlaid_reliability(
     for title, groups in panels.items():
         require(groups.keys() == styles.keys(), "panels must hold the same groups")
         for label, seeds in groups.items():
-            bins = [reliability_bins(p, n_bins) for p in seeds]
+            bins = [p if isinstance(p, Bins) else reliability_bins(p, n_bins) for p in seeds]
             count = np.array([b.count.numpy() for b in bins], dtype=float)
             correct = np.array([b.correct.numpy() for b in bins], dtype=float)
             confidence = np.array([b.confidence_sum.numpy() for b in bins])

@@ -12,10 +12,12 @@ A row is a group with the values that it sweeps over, the seeds apart: mean and 
     parameters, gamma_parameters      how many numbers the network and the gammas have
 
 A plot is a pair of columns, or of a swept key and a column; of a swept key it has a line for each value of the others.
+`sort` is the column by whose mean rows stand; `choices` adds rows that take for each seed one run of several groups.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from metacal.report.drawing import COLORS, SMALL, name_points, percent
 from metacal.report.tables import Cell, Column, Spread, Table, central, column_of, summarise
 from metacal.runs import checkpoint
 from metacal.studies import pages
+from metacal.studies.choices import chosen, val_nll
 from metacal.studies.footer import NO_MARKS, over_seeds, published_cell
 from metacal.studies.grid import Job, Study, load_series
 from metacal.training.saved import SavedRun, load_run
@@ -104,16 +107,22 @@ def collect(study: Study) -> dict[str, Any]:
     """The numbers of all runs, and what the study's file says of them."""
     names = list(study.spec["columns"])
     epochs = list(study.spec.get("epochs", ["selected"]))
+    sort = study.spec.get("sort")
     for name in names:
         column(name)
+    require(sort is None or sort in names, f"sort must be one of the study's columns {', '.join(names)}, got {sort}")
     runs = []
     for job in study.jobs:
         swept = {key: value for key, value in job.swept.items() if key != "seed"}
         of_run = {name: _other(job, name) for name in names if name in OTHERS}
         values = {epoch: _values(job, epoch, names, of_run) for epoch in epochs}
+        if study.choices:
+            for epoch in epochs:
+                values[epoch]["val/nll"] = val_nll(job, epoch)
         runs.append({"group": job.label, "swept": swept, "seed": job.config.seed, **values})
     said = {key: study.spec.get(key, default) for key, default in (("published", {}), ("plots", []))}
     select = study.jobs[0].config.select
+    said |= {"choices": study.choices, "sort": sort}
     return {**pages.about(study), "columns": names, "epochs": epochs, "select": select, **said, "runs": runs}
 
 
@@ -206,8 +215,9 @@ def tables(numbers: Mapping[str, Any]) -> list[Table]:
 def _table(numbers: Mapping[str, Any], epoch: str) -> Table:
     columns = [column(name) for name in numbers["columns"]]
     rows: list[tuple[str, list[Cell]]] = []
-    for name, runs in _rows(numbers).items():
-        rows.append((name, [summarise([run[epoch][c.name] for run in runs]) for c in columns]))
+    known = _rows(numbers, epoch)
+    for name, runs in known.items():
+        rows.append((name, [summarise([run[c.name] for run in runs]) for c in columns]))
         published = numbers["published"].get(name, {})
         if published:
             rows.append((f"{name}, published", [published_cell(published.get(c.name)) for c in columns]))
@@ -215,8 +225,9 @@ def _table(numbers: Mapping[str, Any], epoch: str) -> Table:
     by_nll = {"nll": "least validation NLL", "nll_scaled": "least scaled validation NLL"}
     selected = f"the epoch of the {by_nll.get(select, f'best validation {select}')}"
     which = "the last epoch" if epoch == "last" else selected
-    counts = map(len, _rows(numbers).values())
-    note = f"{over_seeds(counts)}, at {which}; measures are of the test split if nothing else is said."
+    note = (
+        f"{over_seeds(map(len, known.values()))}, at {which}; measures are of the test split if nothing else is said."
+    )
     if any(c.name.rpartition("/")[2] in CURVATURE for c in columns):
         note += f" Curvature is that of {IMAGES} validation images in evaluation mode."
     return Table(columns, rows, "runs", f"At {which}", [note, NO_MARKS], marked=frozenset())
@@ -227,11 +238,22 @@ def _row_name(run: Mapping[str, Any], without: str = "") -> str:
     return " ".join([run["group"], *swept])
 
 
-def _rows(numbers: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+def _rows(numbers: Mapping[str, Any], epoch: str) -> dict[str, list[Mapping[str, Any]]]:
+    """The runs of every row, with their values at an epoch; numbers of older reports have no choices and no sort."""
+    runs = [{**run, **run[epoch]} for run in numbers["runs"]]
     rows: dict[str, list[Mapping[str, Any]]] = {}
-    for run in numbers["runs"]:
+    for run in runs:
         rows.setdefault(_row_name(run), []).append(run)
-    return rows
+    rows |= chosen(runs, numbers.get("choices", {}))
+    key = numbers.get("sort")
+    if key is None:
+        return rows
+
+    def mean(name: str) -> float:
+        value = central(summarise([run[key] for run in rows[name]]))
+        return math.inf if value is None else value
+
+    return {name: rows[name] for name in sorted(rows, key=mean, reverse=column(key).best == "max")}
 
 
 def figures(numbers: Mapping[str, Any]) -> dict[str, Figure]:
@@ -245,7 +267,7 @@ def figures(numbers: Mapping[str, Any]) -> dict[str, Figure]:
             swept = any(x in run["swept"] for run in numbers["runs"])
             (_lines if swept else _points)(ax, numbers, epoch, x, y)
             _label(ax, x, y, swept, epoch if len(epochs) > 1 else "")
-    if len(_rows(numbers)) > BESIDE:
+    if len(_rows(numbers, epochs[0])) > BESIDE:
         entries = [ax.get_legend_handles_labels() for ax in figure.axes if ax.get_legend() is None]
         points = {name: handle for handles, labels in entries for handle, name in zip(handles, labels, strict=True)}
         if points:  # lines have legends of their own
@@ -278,11 +300,11 @@ def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) ->
     `BESIDE`, in a colour and shape that the figure's legend explains.
     """
     groups = list(dict.fromkeys(run["group"] for run in numbers["runs"]))
-    rows = _rows(numbers)
+    rows = _rows(numbers, epoch)
     few = len(rows) <= BESIDE
     named: dict[str, tuple[float, float, str]] = {}
     for i, (name, runs) in enumerate(rows.items()):
-        cells = [summarise([run[epoch][key] for run in runs]) for key in (x, y)]
+        cells = [summarise([run[key] for run in runs]) for key in (x, y)]
         at_x, at_y = (central(cell) for cell in cells)
         if at_x is None or at_y is None:
             continue

@@ -25,7 +25,7 @@ from metacal.studies.grid import Study
 
 __all__ = ["DRAWN", "about", "redraw", "write"]
 
-DRAWN = ("measured", "trajectory")
+DRAWN = ("compare", "measured", "trajectory")
 """The reports that can be drawn again from their numbers."""
 READING = "## Reading it"
 

@@ -8,6 +8,7 @@
     title, setting, takes, differs: text      the heading of its page; what it trains on what; how long that took; what
                                               is otherwise than in the publication
     columns: [names], epochs: [selected, last], plots: [[column or swept key, column]]         of the report `measured`
+    sort: column                                                              by whose mean the rows stand; of the same
     published: {row: {column: value or [mean, std]}}                                           beside its own rows
 
 A group has one run for each combination of the values that it sweeps over. All but `report` and `groups` may be
@@ -27,10 +28,10 @@ from metacal.errors import require, require_choice
 
 __all__ = ["REPORTS", "read_spec"]
 
-REPORTS = ("compare", "measured", "methods", "optimizers", "trajectory", "validation")
+REPORTS = ("compare", "measured", "optimizers", "trajectory")
 """The modules of `metacal.studies` that make a report."""
 TEXTS = ("title", "setting", "takes", "differs")
-OF_MEASURED = ("columns", "epochs", "plots", "published")
+OF_MEASURED = ("columns", "epochs", "plots", "published", "sort")
 
 
 def read_spec(file: Path, variant: str | None = None) -> dict[str, Any]:

@@ -6,12 +6,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from metacal.calibration import ece, nll
+from metacal.errors import InputError
 from metacal.predictions import Predictions
 from metacal.runs.folder import RunFolder
-from metacal.studies import compare, methods, optimizers, validation
+from metacal.studies import compare, measured, optimizers, pages
+from metacal.studies.choices import chosen as choose
 from metacal.studies.footer import over_seeds
 from metacal.studies.grid import Study, grid_jobs
 from metacal.training.run import run
@@ -55,57 +58,63 @@ def test_methods_under_optimizers(study, capsys):
     assert "Optimizer sgd" in capsys.readouterr().out
 
 
-def test_settings_on_validation_are_sorted_and_leave_the_test_split_unread(study):
-    for job in study.jobs:
-        (job.folder.path / "predictions" / "test.npz").rename(job.folder.path / "hidden.npz")
-    try:
-        table, numbers = validation.report(study)
-    finally:
-        for job in study.jobs:
-            (job.folder.path / "hidden.npz").rename(job.folder.path / "predictions" / "test.npz")
-    found = json.loads(numbers.read_text())
-    assert len(found) == 4 and all([run["seed"] for run in runs] == [0, 1] for runs in found.values())
-    folders = [run["folder"] for runs in found.values() for run in runs]
-    assert sorted(folders) == sorted(str(job.folder.path) for job in study.jobs)
-    assert_says_where_its_numbers_come_from(table.read_text(), study)
-    text = table.read_text().partition("Where the numbers come from")[0]
-    lines = [line for line in text.splitlines() if "optimizer=" in line and line.startswith("|")]
-    nll = [float(line.split("|")[3].split("±")[0]) for line in lines]
-    assert len(nll) == 4 and nll == sorted(nll)
-
-
-def test_runs_compared(study):
-    table, page, numbers, *figures = compare.report(study)
+def test_runs_compared_and_drawn_again_without_them(study, tmp_path):
+    study = dataclasses.replace(study, report="compare", choices={"the better": ["cross_entropy", "focal"]})
+    table, numbers, *figures, page = compare.report(study)
     text = table.read_text()
-    assert all(str(job.folder.path) in text for job in study.jobs)
+    assert all(str(job.folder.path) in text for job in study.jobs) and "| the better | none |" in text
     assert "<html" in page.read_text() and json.loads(numbers.read_text())["command"] == "metacal study tiny"
-    assert len(figures) >= 3 and all(figure.stat().st_size > 5_000 for figure in figures)
-
-
-def test_methods_side_by_side(study):
-    study = dataclasses.replace(study, choices={"the better": ["cross_entropy", "focal"]})
-    table, numbers, curves = methods.report(study)
+    assert len(figures) == 2 and all(figure.stat().st_size > 5_000 for figure in figures)
     found = json.loads(numbers.read_text())
-    for epoch, rows in found.items():
-        chosen = rows.pop("the better")
-        assert [entry["seed"] for entry in chosen] == [0, 1]
-        for entry in chosen:
+    scaled = [np.mean(row["measures"]["temperature"]["ece"]["values"]) for row in found["rows"]]
+    assert len(scaled) == 4 and scaled == sorted(scaled)
+    for row in found["rows"]:  # the bins are those that the ECE is made of
+        for scaling, runs in row["bins"].items():
+            sums = np.array(runs)
+            errors = np.abs(sums[:, 1] - sums[:, 2]).sum(1) / sums[:, 0].sum(1)
+            assert errors == pytest.approx(row["measures"][scaling]["ece"]["values"])
+    drawn, _, *pictures = pages.redraw(numbers, tmp_path)
+    assert text.partition("\n\n")[0] in drawn.read_text() and len(pictures) == 2
+
+
+def test_a_row_that_is_chosen_for_each_seed_on_validation(study):
+    spec = {"columns": ["nll", "gamma", "val/ece"], "epochs": ["selected", "last"], "sort": "nll"}
+    choices = {"the better": ["cross_entropy", "focal"]}
+    study = dataclasses.replace(study, report="measured", choices=choices, spec=spec)
+    table, numbers = measured.report(study)
+    found = json.loads(numbers.read_text())
+    for epoch in ("selected", "last"):
+        values = [{**entry, **entry[epoch]} for entry in found["runs"]]
+        best = choose(values, choices)["the better"]
+        assert [entry["seed"] for entry in best] == [0, 1]
+        for entry in best:
             val = [nll(Predictions.load(job.folder.predictions("val", epoch))) for job in study.jobs
                    if job.config.seed == entry["seed"]]  # fmt: skip
             assert entry["val/nll"] == pytest.approx(min(map(float, val)))
-    for runs in (*found["selected"].values(), *found["last"].values()):
-        assert len(runs) == 4
-        for entry in runs:
-            assert json.loads((Path(entry["folder"]) / "summary.json").read_text())["seed"] == entry["seed"]
     text = table.read_text()
     assert_says_where_its_numbers_come_from(text, study)
-    assert "over 4 seeds" in text and "| the better |" in text and curves.stat().st_size > 5_000
+    assert text.count("| the better |") == 2 and text.count("over 2 seeds") == 2
+    first = text.partition("At the last epoch")[0]
+    means = [float(line.split("|")[2].split("±")[0]) for line in first.splitlines() if "±" in line and line[0] == "|"]
+    assert len(means) == 5 and means == sorted(means)
+    with pytest.raises(InputError, match="sort must be one of the study's columns nll, gamma, val/ece, got ece"):
+        measured.collect(dataclasses.replace(study, spec={**spec, "sort": "ece"}))
+
+
+def test_a_study_of_validation_leaves_the_test_split_unread(study):
+    for job in study.jobs:
+        (job.folder.path / "predictions" / "test.npz").rename(job.folder.path / "hidden.npz")
+    try:
+        measured.report(dataclasses.replace(study, report="measured", spec={"columns": ["val/nll", "minutes"]}))
+    finally:
+        for job in study.jobs:
+            (job.folder.path / "hidden.npz").rename(job.folder.path / "predictions" / "test.npz")
 
 
 def test_what_is_not_finished_is_named(study, tmp_path):
     lost = dataclasses.replace(study.jobs[-1], folder=RunFolder(tmp_path / "lost" / "seed1"))
     part = dataclasses.replace(study, jobs=study.jobs[:-1], unfinished=[lost])
-    text = validation.report(part)[0].read_text()
+    text = optimizers.report(part)[0].read_text()
     assert f"{lost.folder.path}: stopped before training began" in text
     assert "7 runs, 1 more not finished" in text and "over 1 or 2 seeds" in text
 
@@ -115,7 +124,7 @@ def test_runs_of_several_versions_name_their_own(study):
     before = folder.read_summary()
     folder.write_summary(before | {"versions": {"metacal": "0.0.0"}})
     try:
-        text = validation.report(study)[0].read_text()
+        text = optimizers.report(study)[0].read_text()
     finally:
         folder.write_summary(before)
     assert text.count("metacal 0.0.0") == 1 and "not the same for all runs" in text

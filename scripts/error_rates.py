@@ -1,9 +1,10 @@
 """How often the tests between methods err: the simulations behind the appendix of docs/compare.md.
 
-    python scripts/error_rates.py [--experiments 1000] [--only runs normal many marks]
+    python scripts/error_rates.py [--experiments 1000] [--only runs normal many two_seeds one_variance marks]
 
 runs: two methods alike, predictions on 500 new test samples. normal: the same on normal values. many: G methods alike,
-seed variances moderated; family, single, lost and power as docs/compare.md explains them. marks: five equal methods,
+seed variances moderated; family, single, lost and power as docs/compare.md explains them. two_seeds, one_variance: the
+same with two seeds, and with one pooled variance for all methods in place of moderated ones. marks: five equal methods,
 how often some and how often a given one loses its mark. The level is 5 %; with E experiments a rate of 5 % has a
 standard error of √(.05 · .95 / E), which is printed. The simulations are those that the tests hold to their bounds.
 """
@@ -20,18 +21,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
-from reference.error_rates import NULLS, alike, many_nulls, power, rejections
+from reference.error_rates import NULLS, Variances, alike, many_nulls, pooled, power, rejections
 
-from metacal.report.significance import Sampled, difference, holm
+from metacal.report.significance import Sampled, difference, holm, moderated
 
 NORMAL = {
-    "only seeds vary, S = 2": (2, 1, 0, 0),
-    "only seeds vary, S = 3": (3, 1, 0, 0),
-    "only seeds vary, S = 5": (5, 1, 0, 0),
-    "only the shared samples vary, S = 3": (3, 0, 0, 1),
-    "each run's own sampling noise alone, S = 3": (3, 0, 1, 0),
-    "seeds and shared samples in equal parts, S = 3": (3, 1, 0, 1 / 3),
+    "only seeds vary": (1, 0, 0),
+    "only the shared samples vary": (0, 0, 1),
+    "each run's own sampling noise alone": (0, 1, 0),
+    "seeds and shared samples in equal parts": (1, 0, 1 / 3),
 }
+SEEDS = (2, 3, 5)
 MANY = {
     "equal, G = 8": (8, 0.0, 1.0),
     "equal, G = 31": (31, 0.0, 1.0),
@@ -53,16 +53,29 @@ def runs(experiments: int) -> None:
 
 
 def normal(experiments: int) -> None:
-    print("| normal values | rejections |\n|---|---|")
+    print("| normal values | " + " | ".join(f"S = {seeds}" for seeds in SEEDS) + " |\n|---|" + "---|" * len(SEEDS))
     for name, how in NORMAL.items():
-        print(f"| {name} | {alike(experiments, *how):.1%} |", flush=True)
+        rates = [alike(experiments, seeds, *how) for seeds in SEEDS]
+        print(f"| {name} | " + " | ".join(f"{rate:.1%}" for rate in rates) + " |", flush=True)
 
 
 def many(experiments: int) -> None:
-    print("| G equal methods | family | single | lost | power |\n|---|---|---|---|---|")
+    _table("three seeds, moderated", experiments, 3, moderated)
+
+
+def two_seeds(experiments: int) -> None:
+    _table("two seeds, moderated", experiments, 2, moderated)
+
+
+def one_variance(experiments: int) -> None:
+    _table("three seeds, one variance for all", experiments, 3, pooled)
+
+
+def _table(title: str, experiments: int, seeds: int, variances: Variances) -> None:
+    print(f"| G equal methods, {title} | family | single | lost | power |\n|---|---|---|---|---|")
     for name, (g, spread, first) in MANY.items():
-        rates = many_nulls(experiments, g, 3, spread, first)
-        cells = [*rates.values(), power(experiments, g, 3, spread, first)]
+        rates = many_nulls(experiments, g, seeds, spread, first, variances)
+        cells = [*rates.values(), power(experiments, g, seeds, spread, first, variances)]
         print(f"| {name} | " + " | ".join(f"{rate:.1%}" for rate in cells) + " |", flush=True)
 
 
@@ -86,7 +99,14 @@ def marks(experiments: int) -> None:
     )
 
 
-PARTS = {"runs": runs, "normal": normal, "many": many, "marks": marks}
+PARTS = {
+    "runs": runs,
+    "normal": normal,
+    "many": many,
+    "two_seeds": two_seeds,
+    "one_variance": one_variance,
+    "marks": marks,
+}
 
 
 def main() -> None:

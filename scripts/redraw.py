@@ -2,7 +2,6 @@
 
     docs/studies/NAME_*.png                    from the numbers in docs/studies/NAME.json, with NAME.md's tables
     docs/studies/optimizers_plane.png          from the tables of docs/studies/optimizers.md
-    docs/studies/baselines_accuracy_ece.png    from the first table of docs/studies/baselines.md
     docs/images/concepts_*.png                 from formulas: scripts/draw_concepts.py
 
 CONTRIBUTING.md says how the pictures that need runs are made.
@@ -18,15 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
-
-from metacal.report.run_figures import accuracy_ece_plane
 from metacal.studies.optimizers import plane
 from metacal.studies.pages import DRAWN, redraw
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "docs" / "studies"
-SHOWN = 5  # rows in colour: the best by ECE before scaling
 Row = dict[str, str]
 
 
@@ -36,7 +31,6 @@ def main() -> None:
         if numbers.get("report") in DRAWN:
             print(*redraw(file), sep="\n")
     print(draw_optimizers(STUDIES / "optimizers.md", STUDIES / "optimizers_plane.png"))
-    print(draw_baselines(STUDIES / "baselines.md", STUDIES / "baselines_accuracy_ece.png"))
     subprocess.run([sys.executable, ROOT / "scripts" / "draw_concepts.py"], check=True)
 
 
@@ -53,20 +47,6 @@ def draw_optimizers(page: Path, picture: Path) -> Path:
     return picture
 
 
-def draw_baselines(page: Path, picture: Path) -> Path:
-    """Accuracy against ECE of every row, before and after scaling."""
-    rows = table(page.read_text())
-
-    def plane_of(ece: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        return {row["method"]: (two_seeds(row["Accuracy %"]), two_seeds(row[ece])) for row in rows}
-
-    best = sorted(rows, key=lambda row: mean_std(row["ECE %"])[0])[:SHOWN]
-    highlight = {row["method"] for row in best} | {"cross_entropy", "focal 3", "gamma_net", "metacal"}
-    highlight &= {row["method"] for row in rows}
-    accuracy_ece_plane(plane_of("ECE %"), plane_of("ECE %, scaled"), highlight).savefig(picture, dpi=130)
-    return picture
-
-
 def table(text: str) -> list[Row]:
     """The first Markdown table of a text: a row's cells by their headers."""
     (block,) = re.findall(r"(?:^\|.*\n)+", text, re.M)[:1]
@@ -78,12 +58,6 @@ def mean_std(cell: str) -> tuple[float, float]:
     """`**45.55 ± 1.26**` as two numbers."""
     mean, std = cell.strip("*").split(" ± ")
     return float(mean), float(std)
-
-
-def two_seeds(cell: str) -> np.ndarray:
-    """Two shares with the mean and the standard deviation of a cell in percent."""
-    mean, std = mean_std(cell)
-    return np.array([mean - std / np.sqrt(2), mean + std / np.sqrt(2)]) / 100
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def study_command(argv: Sequence[str]) -> int:
     from metacal.studies.grid import load_study, study_names
 
     words = list(argv)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or not {"-h", "--help"}.isdisjoint(words):
         print(USAGE + "\nstudies: " + ", ".join(study_names()))
         return 0
     name, *words = words
@@ -55,6 +55,10 @@ def study_command(argv: Sequence[str]) -> int:
     from metacal.studies.runner import require_all_done, run_missing
 
     study = load_study(name, variant or None, words)
+    if study.report == "measured":
+        from metacal.studies.measured import check
+
+        check(study)
     states = run_missing(study.jobs, n_jobs or 1, threads)
     done = [s.job for s in states if s.state == "done"]
     if done:

@@ -215,8 +215,8 @@ class RunComparison:
 
     # ------------------------------------------------------------------------------------------------ notes
 
-    def notes(self) -> list[str]:
-        """What was measured, what is equal, how it was tested, and what to beware of."""
+    def notes(self, costs: bool = True) -> list[str]:
+        """What was measured, what is equal, how it was tested, what the costs are of, and what to beware of."""
         seeds = {g.seeds for g in self.groups}
         notes = [f"{self.split.capitalize()} split, {self.n_samples:,} samples, {self.n_bins} bins."]
         if max(len(s) for s in seeds) > 1:
@@ -237,7 +237,7 @@ class RunComparison:
             notes.append(self.test_note())
             if any(self.is_untested(s, m, i) for s in self.scalings for m in self.measures for i in self.order[s]):
                 notes.append(UNTESTED_NOTE)
-        reference = self._cost_reference()
+        reference = self._cost_reference() if costs else None
         if reference is not None:
             ms = np.mean([run.step_ms for run in self.groups[reference].runs if run.step_ms])
             cheapest = "the baseline" if reference == self.baseline else "the cheapest"

@@ -9,7 +9,7 @@ large enough.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from textwrap import wrap
+from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +51,7 @@ _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.")
 
 _GREY = "#c4c4c4"
 _WRAP = 44  # characters of a legend's line
+_BESIDE = 28  # of a name beside its point
 
 CURVES = {
     "train/nll": "training NLL",
@@ -251,7 +252,8 @@ def accuracy_ece_plane(
         bars |= {"markersize": 7 if clear else 4, "fmt": _marker(style), "zorder": style["zorder"]}
         ax.errorbar(accuracy.mean(), error.mean(), _std(error), _std(accuracy), label=label, **bars)
         if clear:
-            named[label] = accuracy.mean(), error.mean(), color
+            short = shorten(label, _BESIDE, placeholder="…")  # the legend has all of it
+            named[label if short in named else short] = accuracy.mean(), error.mean(), color
         if scaled is not None and label in scaled:
             x, y = scaled[label]
             ax.plot(

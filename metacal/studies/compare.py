@@ -53,7 +53,7 @@ def _compared(study: Study) -> RunComparison:
 
 
 def _numbers(study: Study, result: RunComparison) -> dict[str, Any]:
-    notes = [*([f"Verdict: {verdict(result)}"] if len(result.groups) > 1 else []), *result.notes()]
+    notes = [*([f"Verdict: {verdict(result)}"] if len(result.groups) > 1 else []), *result.notes(costs=False)]
     after = "temperature" if "temperature" in result.scalings else "none"
     shown, _ = highlighted(result)
     rows = []

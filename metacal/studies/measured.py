@@ -52,7 +52,7 @@ from metacal.training.setup import (
     training_batches,
 )
 
-__all__ = ["collect", "column", "figures", "report", "tables"]
+__all__ = ["check", "collect", "column", "figures", "report", "tables"]
 
 IMAGES = 256
 CURVATURE: dict[str, tuple[Column, Callable[..., Any]]] = {
@@ -103,14 +103,28 @@ def report(study: Study) -> list[Path]:
     return pages.write(study, collect(study))
 
 
-def collect(study: Study) -> dict[str, Any]:
-    """The numbers of all runs, and what the study's file says of them."""
+def check(study: Study) -> None:
+    """What the study's file says of the report, before any of its runs.
+
+    Raises:
+        InputError: for names that are no columns, and for a plot or a sort of something that the report does not have.
+    """
     names = list(study.spec["columns"])
-    epochs = list(study.spec.get("epochs", ["selected"]))
-    sort = study.spec.get("sort")
     for name in names:
         column(name)
+    sort = study.spec.get("sort")
     require(sort is None or sort in names, f"sort must be one of the study's columns {', '.join(names)}, got {sort}")
+    swept = list(dict.fromkeys(key for job in study.jobs for key in job.swept if key != "seed"))
+    for x, y in study.spec.get("plots", []):
+        require_choice("the x of a plot: a swept key or a column", x, (*swept, *names))
+        require_choice("the y of a plot: a column", y, names)
+
+
+def collect(study: Study) -> dict[str, Any]:
+    """The numbers of all runs, and what the study's file says of them."""
+    check(study)
+    names = list(study.spec["columns"])
+    epochs = list(study.spec.get("epochs", ["selected"]))
     runs = []
     for job in study.jobs:
         swept = {key: value for key, value in job.swept.items() if key != "seed"}
@@ -122,7 +136,7 @@ def collect(study: Study) -> dict[str, Any]:
         runs.append({"group": job.label, "swept": swept, "seed": job.config.seed, **values})
     said = {key: study.spec.get(key, default) for key, default in (("published", {}), ("plots", []))}
     select = study.jobs[0].config.select
-    said |= {"choices": study.choices, "sort": sort}
+    said |= {"choices": study.choices, "sort": study.spec.get("sort")}
     return {**pages.about(study), "columns": names, "epochs": epochs, "select": select, **said, "runs": runs}
 
 
@@ -321,6 +335,10 @@ def _points(ax: Axes, numbers: Mapping[str, Any], epoch: str, x: str, y: str) ->
 def _label(ax: Axes, x: str, y: str, swept: bool, epoch: str) -> None:
     shown = column(y)
     ax.set(xlabel=x if swept else column(x).title, ylabel=shown.title, title=f"{epoch} epoch" if epoch else "")
+    if not swept and x.rpartition("/")[2] == "q":
+        ax.set_xscale("log")  # a mean of exponentials
+    if y.rpartition("/")[2] == "q":
+        ax.set_yscale("log")
     axes = [(ax.yaxis, shown.percent), (ax.xaxis, not swept and column(x).percent)]
     percent(*(axis for axis, in_percent in axes if in_percent))
     ax.grid(alpha=0.3)

@@ -6,15 +6,27 @@ The tests of `metacal.report.significance` hold these rates to their bounds; `sc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from metacal.predictions import Predictions
-from metacal.report.significance import Sampled, difference, draw_counts, holm, moderated, sample
+from metacal.report.significance import Moderated, Sampled, difference, draw_counts, holm, moderated, sample
+
+Variances = Callable[[np.ndarray], Moderated]
 
 
-def many_nulls(experiments: int, g: int, s: int, spread: float = 0.0, first: float = 1.0) -> dict[str, float]:
+def pooled(values: np.ndarray) -> Moderated:
+    """One variance for all methods, the mean of theirs: what `moderated` is compared with."""
+    own, freedom = moderated(values).variances, float((values.shape[0] - 1) * (values.shape[1] - 1))
+    residuals = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
+    return Moderated(np.full_like(own, (residuals**2).sum() / freedom), freedom, math.inf)
+
+
+def many_nulls(
+    experiments: int, g: int, s: int, spread: float = 0.0, first: float = 1.0, variances: Variances = moderated
+) -> dict[str, float]:
     """Equal methods on normal values with seed effects; standard deviations exp(spread · normal), of the first `first`.
 
     How often some of the g - 1 others is found to differ from the first at 5 % after Holm, the rate of single
@@ -27,7 +39,7 @@ def many_nulls(experiments: int, g: int, s: int, spread: float = 0.0, first: flo
         deviation = np.exp(spread * r.normal(size=(g, 1)))
         deviation[0] *= first
         values = r.normal(size=(g, s)) * deviation + r.normal(size=s)
-        m = moderated(values)
+        m = variances(values)
 
         def p(i: int, j: int, values=values, m=m) -> float:
             known = (m.variances[i], m.variances[j], m.df)
@@ -42,7 +54,9 @@ def many_nulls(experiments: int, g: int, s: int, spread: float = 0.0, first: flo
     return {"family": family / experiments, "single": single / experiments, "lost": lost / experiments}
 
 
-def power(experiments: int, g: int, s: int, spread: float = 0.0, first: float = 1.0) -> float:
+def power(
+    experiments: int, g: int, s: int, spread: float = 0.0, first: float = 1.0, variances: Variances = moderated
+) -> float:
     """As `many_nulls`, with a second method six standard errors from the first: how often it is found after Holm."""
     r = np.random.default_rng(0)
     none = np.zeros((s, 2))
@@ -52,7 +66,7 @@ def power(experiments: int, g: int, s: int, spread: float = 0.0, first: float = 
         deviation[0] *= first
         values = r.normal(size=(g, s)) * deviation + r.normal(size=s)
         values[1] += 6 * math.sqrt(float((deviation[0] ** 2 + deviation[1] ** 2).sum()) / s)
-        m = moderated(values)
+        m = variances(values)
         p_values = [
             difference(
                 Sampled(values[i], none),

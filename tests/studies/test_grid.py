@@ -13,6 +13,7 @@ from metacal.config.compose import compose, config_dir
 from metacal.config.files import read_yaml
 from metacal.errors import InputError
 from metacal.runs.naming import folder_of
+from metacal.studies import measured
 from metacal.studies.grid import expand, grid_jobs, load_study, study_names
 from metacal.studies.spec import read_spec
 
@@ -130,6 +131,8 @@ def test_every_study_composes(name):
     study = load_study(name, words=["data=digits"])
     assert len({job.folder.path for job in study.jobs}) == len(study.jobs)
     assert all(job.title.startswith(job.label) for job in study.jobs)
+    if study.report == "measured":
+        measured.check(study)
 
 
 def write_study(folder: Path, groups: str, more: str = "") -> str:

@@ -85,21 +85,26 @@ def test_a_study_of_named_columns(
     assert "docs/gammas_plots.png" in capsys.readouterr().out
 
 
-def test_what_a_file_says_is_checked(tmp_path: Path) -> None:
+def test_what_a_file_says_is_checked_before_any_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.yaml"
     for change, message in (
         (("columns: [accuracy, ", "columns: [acuracy, "), "did you mean 'accuracy'"),
         (("columns: [accuracy, ", "columns: [trained/ece, "), "no column trained/ece"),
         (("epochs: [selected, last]", "epochs: [first]"), "an epoch of"),
         (("plots: [[gamma.value, hessian_sharpness], [val/q, ece]]", "plots: [ece]"), "plots must be a list of pairs"),
+        (("[val/q, ece]]", "[val/q, nll]]"), "the y of a plot: a column must be one of"),
+        (("[val/q, ece]]", "[gamma.init, ece]]"), "the x of a plot: a swept key or a column must be one of"),
+        (("epochs: [sel", "sort: nll\nepochs: [sel"), "sort must be one of the study's columns"),
         (("title: Gammas", "title: 3"), "title must be text"),
         (("{gammas value 0: {ece: 0.25, accuracy: [0.5, 0.1]}}", "[1]"), "published must map rows"),
     ):
         assert change[0] in STUDY
         file.write_text(STUDY.replace(*change))
-        with pytest.raises(InputError, match=message):
-            for name in read_spec(file)["columns"]:
-                measured.column(name)
+        assert main(["study", str(file)]) == 2
+        assert message in capsys.readouterr().err and not Path("runs").exists(), "no run is made for nothing"
     file.write_text(STUDY)
     assert read_spec(file, "other")["title"] == "Others" and read_spec(file, "other")["published"] == {}
     file.write_text("no json")

@@ -26,4 +26,4 @@ def test_a_failing_run_is_named_and_the_others_are_reported(tmp_path, monkeypatc
     assert "1 run, 1 more not finished" in text and "Left out: runs/mine/" in text
     numbers = json.loads((tmp_path / "runs/mine/report/numbers.json").read_text())
     (left,) = numbers["left_out"]
-    assert "lr=1e" in left["path"] and len(numbers["groups"]) == 1
+    assert "lr=1e" in left["path"] and len(numbers["rows"]) == 1

@@ -120,3 +120,4 @@ def test_the_studies_are_listed(capsys: pytest.CaptureFixture) -> None:
     for name in grid.study_names():
         assert f"\n{name}\n    " in f"\n{listed}"
     assert "setting: " in listed and "variants: " in listed
+    assert main(["study", "redraw", "--help"]) == 0 and "usage: metacal study" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from metacal.report.verdict import arrow, verdict
 from metacal.runs.record import Group, LeftOut
 from metacal.runs.settings import equal_settings, name_first, show_value
 
-__all__ = ["Judged", "RunComparison"]
+__all__ = ["Judged", "RunComparison", "spread_of"]
 
 UNTESTED = " ?"
 UNTESTED_NOTE = "?: not tested, since a value of a run or of a resample is not finite; it is neither marked nor worse."
@@ -98,7 +98,7 @@ class RunComparison:
                 cells += [show_value(g.differs[key]) if key in g.differs else None for key in keys]
                 cells += [_listed(g.seeds)] if seeds_differ or csv else []
                 for j, name in enumerate(self.measures, first):
-                    cell = _spread(self.results[scaling][name][i])
+                    cell = spread_of(self.results[scaling][name][i].values)
                     if not csv and self.is_untested(scaling, name, i):
                         cell = column_of(name).show(cell) + UNTESTED
                     cells.append(cell)
@@ -299,7 +299,7 @@ class RunComparison:
         groups = []
         for i, g in enumerate(self.groups):
             measured = {
-                scaling: {name: self._entry(scaling, name, i) for name in self.measures} for scaling in self.scalings
+                scaling: {name: self.entry(scaling, name, i) for name in self.measures} for scaling in self.scalings
             }
             groups.append(
                 {
@@ -341,7 +341,8 @@ class RunComparison:
             "left_out": [{"path": str(path), "reason": reason} for path, reason in self.left_out],
         }
 
-    def _entry(self, scaling: str, name: str, i: int) -> dict[str, Any]:
+    def entry(self, scaling: str, name: str, i: int) -> dict[str, Any]:
+        """What one group has in one measure, for JSON: the values of its runs, and how they were judged."""
         values = self.results[scaling][name][i].values
         entry: dict[str, Any] = {
             "mean": float(values.mean()),
@@ -349,6 +350,7 @@ class RunComparison:
             "values": values.tolist(),
             "best": self.best[scaling][name] == i,
             "among_best": self.is_among_best(scaling, name, i),
+            "untested": self.is_untested(scaling, name, i),
         }
         for key, tests in (("against_best", self.against_best), ("against_baseline", self.against_baseline)):
             judged = tests[scaling][name][i] if scaling in tests else None
@@ -357,11 +359,10 @@ class RunComparison:
         return entry
 
 
-def _spread(sampled: Sampled) -> Cell:
-    values = sampled.values
-    if len(values) > 1 and not np.isfinite(values).all():
-        return float(values.mean())
-    return summarise(values.tolist())
+def spread_of(values: Iterable[float]) -> Cell:
+    """Mean and standard deviation over runs; the mean alone, which is not finite either, where a value is not."""
+    known = list(map(float, values))
+    return summarise(known) if len(known) < 2 or np.isfinite(known).all() else float(np.mean(known))
 
 
 def _listed(values: Sequence[Any]) -> str:

@@ -22,7 +22,7 @@ from metacal.report.run_figures import (
     training_curves,
 )
 from metacal.report.tables import Table, column_of
-from metacal.report.verdict import heading, verdict
+from metacal.report.verdict import heading, verdict, when_scaled
 from metacal.runs.settings import equal_settings, show_value
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def figures_of(result: RunComparison) -> list[tuple[str, str, Figure]]:
     scaling = result.scalings[0]
     order = result.order[scaling]
     groups = [result.groups[i] for i in order]
-    titles = {s: f"after {s} scaling" for s in result.scalings} | {"none": "without scaling"}
+    titles = {s: when_scaled(s) for s in result.scalings}
     predictions = {
         s: {g.short: [load_predictions(run, result.split, s) for run in g.runs] for g in groups}
         for s in result.scalings

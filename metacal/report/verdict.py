@@ -12,7 +12,7 @@ from metacal.report.cells import column_of
 if TYPE_CHECKING:
     from metacal.report.comparison import Judged, RunComparison
 
-__all__ = ["arrow", "direction", "heading", "meaning", "verdict"]
+__all__ = ["arrow", "direction", "heading", "meaning", "verdict", "when_scaled"]
 
 _NAMED = 4  # methods that a sentence names, before "and 9 more"
 
@@ -71,6 +71,11 @@ def heading(result: RunComparison) -> str:
     return _named([g.short for g in result.groups]) + (f" on {_named(data)}" if data else "")
 
 
+def when_scaled(scaling: str) -> str:
+    """`without scaling`, or `after temperature scaling`."""
+    return "without scaling" if scaling == "none" else f"after {scaling} scaling"
+
+
 def verdict(result: RunComparison) -> str:
     """One sentence: which groups differ from the baseline (or else from the best) in ECE beyond noise.
 
@@ -82,7 +87,7 @@ def verdict(result: RunComparison) -> str:
         return ""
     parts = []
     for scaling in result.scalings:
-        when = "without scaling" if scaling == "none" else f"after {scaling} scaling"
+        when = when_scaled(scaling)
         parts.append(f"{when}, {_of_one(result, scaling, measures[0])}")
     text, count = "; ".join(parts), len(result.groups) - 1
     tests = f"Holm-corrected for {count} comparison{'s' * (count > 1)}"

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from metacal.calibration import nll
-from metacal.predictions import Predictions
-from metacal.studies.grid import Job
-
-__all__ = ["chosen", "val_nll"]
-
-
-def val_nll(job: Job, epoch: str = "selected") -> float:
-    """What `chosen` chooses by: a run's ``val/nll`` at an epoch."""
-    return float(nll(Predictions.load(job.folder.predictions("val", epoch))))
+__all__ = ["chosen"]
 
 
 def chosen(

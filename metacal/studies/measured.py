@@ -39,7 +39,7 @@ from metacal.report.drawing import COLORS, SMALL, name_points, percent
 from metacal.report.tables import Cell, Column, Spread, Table, central, column_of, summarise
 from metacal.runs import checkpoint
 from metacal.studies import pages
-from metacal.studies.choices import chosen, val_nll
+from metacal.studies.choices import chosen
 from metacal.studies.footer import NO_MARKS, over_seeds, published_cell
 from metacal.studies.grid import Job, Study, load_series
 from metacal.training.saved import SavedRun, load_run
@@ -124,20 +124,17 @@ def collect(study: Study) -> dict[str, Any]:
     """The numbers of all runs, and what the study's file says of them."""
     check(study)
     names = list(study.spec["columns"])
+    wanted = [*names, "val/nll"] if study.choices and "val/nll" not in names else names  # what `chosen` chooses by
     epochs = list(study.spec.get("epochs", ["selected"]))
     runs = []
     for job in study.jobs:
         swept = {key: value for key, value in job.swept.items() if key != "seed"}
         of_run = {name: _other(job, name) for name in names if name in OTHERS}
-        values = {epoch: _values(job, epoch, names, of_run) for epoch in epochs}
-        if study.choices:
-            for epoch in epochs:
-                values[epoch]["val/nll"] = val_nll(job, epoch)
+        values = {epoch: _values(job, epoch, wanted, of_run) for epoch in epochs}
         runs.append({"group": job.label, "swept": swept, "seed": job.config.seed, **values})
-    said = {key: study.spec.get(key, default) for key, default in (("published", {}), ("plots", []))}
-    select = study.jobs[0].config.select
-    said |= {"choices": study.choices, "sort": study.spec.get("sort")}
-    return {**pages.about(study), "columns": names, "epochs": epochs, "select": select, **said, "runs": runs}
+    said = {key: study.spec.get(key, default) for key, default in (("published", {}), ("plots", []), ("sort", None))}
+    said |= {"columns": names, "epochs": epochs, "choices": study.choices, "select": study.jobs[0].config.select}
+    return {**pages.about(study), **said, "runs": runs}
 
 
 def _values(job: Job, epoch: str, names: Sequence[str], of_run: Mapping[str, float | None]) -> dict[str, float | None]:

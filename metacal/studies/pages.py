@@ -1,6 +1,6 @@
 """The files of a study's report, made of its numbers alone, so that all of them can be made again without its runs.
 
-A report whose module has `collect(study) -> numbers`, `tables(numbers)` and `figures(numbers)` is written here: into
+A report whose module makes `tables(numbers)` and `figures(numbers)` of a study's numbers is written here: into
 the study's own folder as table.md, numbers.json and NAME.png; or, by `redraw`, as a page of documentation with its
 pictures and numbers beside it, of which what stands from `READING` on is somebody's and stays.
 """

@@ -19,9 +19,10 @@ Variances = Callable[[np.ndarray], Moderated]
 
 def pooled(values: np.ndarray) -> Moderated:
     """One variance for all methods, the mean of theirs: what `moderated` is compared with."""
-    own, freedom = moderated(values).variances, float((values.shape[0] - 1) * (values.shape[1] - 1))
+    g, s = values.shape
+    freedom = float((g - 1) * (s - 1))
     residuals = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
-    return Moderated(np.full_like(own, (residuals**2).sum() / freedom), freedom, math.inf)
+    return Moderated(np.full(g, (residuals**2).sum() / freedom), freedom, math.inf)
 
 
 def many_nulls(

@@ -28,6 +28,7 @@ __all__ = ["DRAWN", "about", "redraw", "write"]
 DRAWN = ("compare", "measured", "trajectory")
 """The reports that can be drawn again from their numbers."""
 READING = "## Reading it"
+SAID = ("command", "headline", "versions")  # of `about`, on every page
 
 
 class Report(Protocol):
@@ -81,11 +82,15 @@ def redraw(file: str | Path, folder: str | Path | None = None) -> list[Path]:
     require(isinstance(numbers, dict) and "name" in numbers, f"{file} holds no numbers that a study can be drawn from")
     require_choice(f"report of {file}", numbers.get("report"), DRAWN)
     target = source.parent if folder is None else Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
     name, module = numbers["name"], _module(numbers["report"])
-    pictures = _save(module.figures(numbers), target, f"{name}_")
+    try:
+        tables, figures, _ = module.tables(numbers), module.figures(numbers), [numbers[key] for key in SAID]
+    except KeyError as error:
+        raise InputError(f"{file} lacks {error}, of which a report {numbers['report']} is drawn") from None
+    target.mkdir(parents=True, exist_ok=True)
+    pictures = _save(figures, target, f"{name}_")
     page, saved = target / f"{name}.md", target / f"{name}.json"
-    page.write_text(_page(numbers, module.tables(numbers), pictures) + _reading(page))
+    page.write_text(_page(numbers, tables, pictures) + _reading(page))
     saved.write_text(to_json(numbers, indent=None) + "\n")
     return [page, saved, *pictures]
 

@@ -60,6 +60,7 @@ def read_spec(file: Path, variant: str | None = None) -> dict[str, Any]:
         _check_labels(among, f"{file}: choices: {label}", spec["groups"])
     if variant is None:
         return spec
+    require(bool(variants), f"{file} has no variants, got variant={variant}")
     require_choice("variant", variant, variants)
     change = variants[variant]
     groups = {label: spec["groups"].get(label, {}) | group for label, group in change.get("groups", {}).items()}

@@ -105,6 +105,9 @@ def test_what_a_file_says_is_checked_before_any_run(
         file.write_text(STUDY.replace(*change))
         assert main(["study", str(file)]) == 2
         assert message in capsys.readouterr().err and not Path("runs").exists(), "no run is made for nothing"
+    file.write_text(STUDY.partition("variants:")[0])
+    with pytest.raises(InputError, match="has no variants, got variant=other"):
+        read_spec(file, "other")
     file.write_text(STUDY)
     assert read_spec(file, "other")["title"] == "Others" and read_spec(file, "other")["published"] == {}
     file.write_text("no json")
@@ -112,6 +115,11 @@ def test_what_a_file_says_is_checked_before_any_run(
         pages.redraw(file)
     with pytest.raises(InputError, match="does not exist"):
         pages.redraw(tmp_path / "none.json")
+    for report, key in (("measured", "epochs"), ("compare", "rows")):
+        file.write_text(json.dumps({"name": "mine", "report": report}))
+        with pytest.raises(InputError, match=f"lacks '{key}', of which a report {report} is drawn"):
+            pages.redraw(file, tmp_path / "page")
+    assert not (tmp_path / "page").exists()
 
 
 def test_the_studies_are_listed(capsys: pytest.CaptureFixture) -> None:
